@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Cuts of a batch's requests and query tokens, so that scratch has room for a part."""
+"""Cuts of a batch's requests and query tokens into parts that fit in scratch memory."""
 
 import torch
 
@@ -8,14 +8,14 @@ from vllm.utils.math_utils import cdiv
 
 
 def plan_runs(query_lens: list[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Which of a batch's requests may be in the same slice, with raw K and V.
+    """Group a batch's requests so that a group may share a slice, with raw K and V.
 
     Args:
         query_lens: Query tokens of each request.
-        max_tokens: Query tokens of several requests together, at most.
+        max_tokens: The most query tokens of a group of several requests.
 
     Returns:
-        First and last (exclusive) request of each run. Each request is in one.
+        First and last (exclusive) request of each group. Each request is in one.
 
     """
     firsts, total = [0], 0
@@ -34,10 +34,10 @@ def plan_slices(
 
     Args:
         query_start_loc: (R + 1,) int32 on the host, where requests' tokens begin.
-        max_tokens: Query tokens of a slice, at most.
+        max_tokens: The most query tokens of a slice.
 
     Returns:
-        Tokens and requests of each slice.
+        For each slice the ranges of its query tokens and of its requests.
 
     """
     begin, end = int(query_start_loc[0]), int(query_start_loc[-1])
@@ -51,15 +51,15 @@ def plan_slices(
 
 
 def batch_requests(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
-    """Which of a slice's requests are dequantised side by side.
+    """Group a slice's requests so that a group is dequantised together.
 
     Args:
         context_lens: Cached tokens of each request.
         piece_tokens: Tokens that are dequantised at a time.
 
     Returns:
-        First and last (exclusive) request of those side by side. Each request is in
-        one range, and each range has cached tokens, if any request has.
+        First and last (exclusive) request of each group. Each request is in one group.
+        If any request has cached tokens, each group has some.
 
     """
     firsts, total = [0], 0

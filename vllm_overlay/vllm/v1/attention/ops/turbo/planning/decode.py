@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How a step's decodes and extends are cut into calls of the kernels.
+"""The plan that cuts a step's decodes and extends into calls of the kernels.
 
-A decode request has one query token and the drafts that it is to verify. An extend is
-the short end of a prompt, mostly behind a prefix hit: it reads packed context, too.
+A decode request has one query token and the draft tokens to be verified. An extend is
+the short end of a prompt, mostly after a prefix hit: it also reads packed context.
 """
 
 from itertools import pairwise
@@ -21,36 +21,37 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
-# Query tokens of a step that extends take: as many as their lengths were measured with.
+# The most query tokens of a step's extends. The limits of their lengths were measured
+# up to here.
 MAX_EXTEND_TOKENS = 16384
-# The same where ranks share the context: all have room for the queries of all.
+# The same where ranks share the context: each rank has room for all ranks' queries.
 MAX_SHARED_EXTEND_TOKENS = 2048
-# Query tokens of a call if each of its requests had as many as the longest: for more,
-# scratch would be large.
+# The most query slots of a call: its requests times the longest one's query tokens.
+# Scratch grows with them.
 MAX_CALL_TOKENS = 1024
-# The same of calls that end in outputs, whose scratch is for the query tokens that
-# there are, and for as many partial results as the GPU has blocks.
+# The same of calls that end in outputs. Their scratch grows with the query tokens, and
+# their partial results with the GPU's thread blocks, not with query slots.
 MAX_OUTPUT_CALL_TOKENS = 8192
-# Queries of a KV head that attend at once then, in a pass.
+# Queries of a KV head that a pass of such a call attends from.
 _PASS_QUERIES = 128
-# Splits of a sequence that a call has room for, if the kernels want so many: else
-# sequences of unlike lengths could not keep the GPU busy, and more calls are better.
+# Splits of a sequence that a call has room for, if the kernels ask for as many. With
+# fewer, sequences of unlike lengths would leave a part of the GPU idle.
 _LEAST_SPLITS = 4
 
 
 class PlannedCall(NamedTuple):
-    """One call of decode or extend attention, but for tensors of the layer.
+    """One call of decode or extend attention, without the layer's tensors.
 
     Attributes:
-        tokens: The step's query tokens that the call attends from; with a
-            ``query_start_loc``, those that it counts from.
-        first_request: The first sequence's place among the step's requests.
+        tokens: The step's query tokens that the call attends from. With a
+            ``query_start_loc`` these are the tokens that it indexes.
+        first_request: The first sequence's index among the step's requests.
         batch: The call's sequences.
-        num_partials: Partial results, for which it has scratch.
-        is_extend: Whether it is of ``extend_attention``.
-        attends_before: Whether attention to the query tokens, as they are, comes before
-            the call: the merge does not have to attend to so many.
-        ends_in_outputs: Whether it is of ``extend_outputs``.
+        num_partials: Partial results that the call has scratch for.
+        is_extend: Whether ``extend_attention`` or ``extend_outputs`` is called.
+        attends_before: Whether attention to the query tokens, as computed, runs before
+            the call, because they are too many for the merge.
+        ends_in_outputs: Whether ``extend_outputs`` is called.
 
     """
 
@@ -64,20 +65,20 @@ class PlannedCall(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens, with those before a cut span's."""
+        """Query tokens in ``tokens``, which may begin before the call's first one."""
         return self.tokens.stop - self.tokens.start
 
     @property
     def num_own_tokens(self) -> int:
-        """Query tokens that have attention of their own before the call."""
+        """Query tokens that attend to each other before the call."""
         return self.num_tokens if self.attends_before else 0
 
 
 class DecodePlan(NamedTuple):
-    """How a step's decodes and extends are served: the same in all layers alike.
+    """The calls of a step's decodes and extends, for all layers of a shape.
 
     Attributes:
-        calls: One after the other.
+        calls: The calls, in order.
         num_tokens: Query tokens of all calls.
         num_partials: Partial results of the largest call.
 
@@ -89,7 +90,7 @@ class DecodePlan(NamedTuple):
 
     @property
     def num_rotated_tokens(self) -> int:
-        """The first query tokens, whose queries are rotated before they attend: calls
+        """The number of first query tokens whose queries are rotated beforehand; calls
         that end in outputs rotate theirs.
         """
         calls = (call for call in self.calls if not call.ends_in_outputs)
@@ -97,12 +98,12 @@ class DecodePlan(NamedTuple):
 
     @property
     def num_own_tokens(self) -> int:
-        """Query tokens of a call that have attention of their own, at most."""
+        """The most query tokens of a call that attend to each other before it."""
         return max((call.num_own_tokens for call in self.calls), default=0)
 
     @property
     def num_own_tiles(self) -> int:
-        """Tiles of query tokens of a call that ends in outputs, at most."""
+        """The most tiles of query tokens of a call that ends in outputs."""
         return max(
             (
                 num_own_tiles(call.num_tokens, call.batch.num_seqs)
@@ -114,13 +115,13 @@ class DecodePlan(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Query tokens that the largest call has room for."""
+        """The query slots of the largest call."""
         return max((call.batch.num_query_slots for call in self.calls), default=0)
 
     @property
     def writes_all(self) -> bool:
-        """Whether each query token has a result: tokens that pad requests of several
-        lengths have none.
+        """Whether each query token gets a result; padding after requests of unequal
+        lengths gets none.
         """
         return all(call.batch.query_start_loc is None for call in self.calls)
 
@@ -132,19 +133,19 @@ def find_extends(
     max_tokens: int,
     max_call_tokens: int = MAX_CALL_TOKENS,
 ) -> list[tuple[int, int]]:
-    """Which of a batch's first prefill requests attend to packed context.
+    """Find the first requests after the decodes that are served as extends.
 
     Args:
         query_lens: Query tokens of each request that is no decode.
-        context_lens: Tokens before them.
-        max_len: Query tokens of an extend, at most; 0: there are none.
-        max_tokens: Query tokens of all extends, at most.
-        max_call_tokens: Query tokens of a call, at most, if each of its requests had as
-            many as the longest.
+        context_lens: Cached tokens before them.
+        max_len: The most query tokens of an extend; 0: there are no extends.
+        max_tokens: The most query tokens of all extends.
+        max_call_tokens: The most query slots of a call: its requests times the longest
+            one's query tokens.
 
     Returns:
-        First and last (exclusive) request of each call, from zero on. None if no
-        request of them has context: prefill reads no cache then.
+        First and last (exclusive) request of each call, from zero on. Empty if none of
+        these requests has context, because a prefill of them reads no cache.
 
     """
     calls: list[tuple[int, int]] = []
@@ -167,13 +168,13 @@ def find_extends(
 def cut_evenly(
     num_seqs: int, query_len: int, num_splits: int, max_partials: int
 ) -> list[tuple[int, int]]:
-    """Cut sequences evenly into calls, by sizes that a CUDA graph has, too.
+    """Cut sequences evenly into calls, from sizes that are fixed in a CUDA graph.
 
     Args:
         num_seqs: Sequences of the batch.
         query_len: Query tokens of each.
-        num_splits: Splits of a sequence that the kernels want.
-        max_partials: Partial results of a call.
+        num_splits: Splits of a sequence that the kernels ask for.
+        max_partials: The most partial results of a call of several sequences.
 
     Returns:
         First and last (exclusive) sequence of each call.
@@ -187,16 +188,16 @@ def cut_evenly(
 
 
 class DecodePlanner(NamedTuple):
-    """Plans the decodes and extends of layers alike.
+    """Plans the decodes and extends of all layers of a shape.
 
     Attributes:
-        shape: The layers'.
+        shape: The shape of the layers.
         num_sms: Multiprocessors of the GPU.
-        num_decode_splits: Splits of a sequence that decode attention wants.
-        num_extend_splits: Splits that extend attention wants.
-        max_merged_tokens: Query tokens of an extend up to which its merge attends to
-            them, of a request alone twice as many; None: whatever there are.
-        extends_to_outputs: Whether ``extend_outputs`` serves extends, but for a few.
+        num_decode_splits: Splits of a sequence that decode attention asks for.
+        num_extend_splits: Splits that extend attention asks for.
+        max_merged_tokens: The most query tokens of an extend that its merge attends to,
+            twice as many for a request alone; None: any number.
+        extends_to_outputs: Whether ``extend_outputs`` serves all but small extends.
 
     """
 
@@ -217,7 +218,7 @@ class DecodePlanner(NamedTuple):
         """Plan a step.
 
         Args:
-            decodes: The decode requests, which are the batch's first.
+            decodes: The decode requests, which come first in the batch.
             extends: The extends, which follow them.
             block_table: (R, max_blocks) int32 on the device, of all R requests.
             seq_lens: (R,) int32 on the device, query tokens included.
@@ -234,7 +235,8 @@ class DecodePlanner(NamedTuple):
         ends_in_outputs = [False] * num_decode_calls
         for ends, own_bounds in zip(to_outputs, bounds):
             ends_in_outputs += [ends] * len(own_bounds)
-        # A step may have dozens of calls: to slice for each takes three times as long.
+        # One split of the tensors: a step may have dozens of calls, and slices of each
+        # would take three times as long on the host.
         end = min(block_table.shape[0], seq_lens.shape[0])
         places = [0, *(part.first_request for part in parts), end]
         sizes = [last - first for first, last in pairwise(places)]
@@ -259,16 +261,19 @@ class DecodePlanner(NamedTuple):
         )
 
     def _output_cuts(self, span: RequestSpan) -> list[tuple[int, int]]:
-        """Plan extends that need no merge."""
+        """Cut extends that need no merge into calls."""
         most = self.shape.max_output_requests(span.query_len)
         return cut_evenly(span.num_requests, 1, 1, most)
 
     def _ends_in_outputs(self, span: RequestSpan) -> bool:
-        """Whether extends need no merge. Of so few that most blocks have a part of a
-        pass, it joins these in less time: on an H200 those of 32 and 128 query tokens
-        behind 65536 in 103 and 290 us, of 108 and 317. And where there is no room for
-        the tiles of a request's query tokens it needs none.
+        """Whether ``extend_outputs`` serves extends.
+
+        It does not serve extends whose query tokens' tiles have no room in scratch. It
+        also is slower than a merge if so few requests attend that most thread blocks
+        have a part of a pass.
         """
+        # Tuning, one request on an H200, 2026-11, `ci/gpu.py extend`, us merged / in
+        # outputs behind 65536 tokens: 103 / 108 of 32 query tokens, 290 / 317 of 128.
         if not self.extends_to_outputs:
             return False
         if self.shape.max_output_requests(span.query_len) == 0:
@@ -279,10 +284,12 @@ class DecodePlanner(NamedTuple):
         return 2 * span.num_requests * passes >= self.num_sms or not is_small
 
     def _attends_before(self, span: RequestSpan) -> bool:
-        """Whether attention to extends' query tokens comes before the merge. That of
-        one request attends to twice as many by itself in less time: on an H200 to 32
-        behind 65536 in 99 us, of 103.
+        """Whether attention to extends' query tokens runs before the merge.
+
+        The merge of one request is faster up to twice as many query tokens.
         """
+        # Tuning, an H200, 2026-11, `ci/gpu.py extend`, 32 query tokens behind 65536:
+        # 99 us if the merge attends to them, 103 if FlashAttention does before.
         most = self.max_merged_tokens
         if most is None:
             return False
@@ -296,7 +303,7 @@ class DecodePlanner(NamedTuple):
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> PlannedCall:
-        """One of a span of requests, whose rows are the first of the tensors."""
+        """The call of a span of requests, from the span's rows of the tensors."""
         batch = DecodeBatch(
             span.num_requests,
             block_table,
@@ -326,12 +333,12 @@ class DecodePlanner(NamedTuple):
 
 
 class LargestBatch(NamedTuple):
-    """The most that any step has of each.
+    """The maxima of each size over all steps.
 
     Attributes:
         num_tokens: Query tokens of decodes and extends.
         num_partials: Partial results of a call.
-        num_own_tokens: Query tokens of a call that have attention of their own.
+        num_own_tokens: Query tokens of a call that attend to each other before it.
         num_own_tiles: Tiles of query tokens of a call that ends in outputs.
 
     """
@@ -352,28 +359,28 @@ def largest_batch(
     max_merged_tokens: int | None,
     extends_to_outputs: bool = False,
 ) -> LargestBatch:
-    """Bounds of all steps.
+    """Bound the sizes of all steps.
 
-    A call has as many partial results as ``LayerShape.max_partials``, more if one
-    request alone has, and at most ``MAX_KV_SPLITS`` a query token.
+    A call has at most ``LayerShape.max_partials`` partial results, or more if a single
+    request needs more, and at most ``MAX_KV_SPLITS`` a query token.
 
     Args:
-        shape: The layer's.
-        max_num_seqs: Requests of a step.
-        max_num_tokens: Query tokens of a step.
-        max_query_len: Query tokens of a decode request.
-        extend_len: Query tokens of an extend; 0: there are no extends.
-        max_extend_tokens: Query tokens of all extends of a step.
-        max_merged_tokens: See ``DecodePlanner``.
-        extends_to_outputs: See there.
+        shape: The shape of the layer.
+        max_num_seqs: The most requests of a step.
+        max_num_tokens: The most query tokens of a step.
+        max_query_len: The most query tokens of a decode request.
+        extend_len: The most query tokens of an extend; 0: there are no extends.
+        max_extend_tokens: The most query tokens of all extends of a step.
+        max_merged_tokens: As in ``DecodePlanner``.
+        extends_to_outputs: As in ``DecodePlanner``.
 
     """
     num_tokens = num_call_tokens = max_num_seqs * max_query_len
     num_own_tokens = own_tiles = 0
     if extend_len > 0:
         max_query_len = max(max_query_len, extend_len)
-        # If each had as many as the longest. One that is longer than calls of several
-        # may be has a call of its own.
+        # Each request counts as the longest. A request that is too long for a call of
+        # several has a call of its own.
         num_slots = max_num_seqs * extend_len
         num_call_slots = min(num_slots, max(MAX_CALL_TOKENS, extend_len))
         num_call_tokens = max(num_call_tokens, num_call_slots)

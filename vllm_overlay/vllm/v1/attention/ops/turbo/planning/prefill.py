@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The plan of a prefill, made on the host: the slices that it is served in."""
+"""Plans a prefill on the host: cuts it into slices."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
@@ -27,14 +27,14 @@ from vllm.v1.attention.ops.turbo.planning.sliding_window import (
     plan_window_slices,
 )
 
-# Dequantised K and V of one piece, together.
+# Bytes of the dequantised K and V of one piece, together.
 PIECE_BYTES = 64 * 2**20
-# Rotated queries of a slice, and as much again for what a piece adds to its output.
+# Bytes of a slice's rotated queries; the output of a piece takes as many again.
 ROW_BYTES = 64 * 2**20
 # The largest head size that every version of FlashAttention takes.
 FLASH_ATTN_MAX_HEAD_SIZE = 256
-# Query tokens of a slice for what attends to other heads, and takes memory for its LSE
-# that grows with their square: with its output at most 8 MiB a KV head.
+# Query tokens of a slice with larger heads. Their attention kernel takes memory for the
+# LSE that grows with the square of the tokens: at most 8 MiB a KV head, with outputs.
 _RAW_TOKENS = 2048
 
 
@@ -45,14 +45,14 @@ class PrefillLimits(NamedTuple):
     """The bounds of a prefill's scratch.
 
     Attributes:
-        slice_tokens: Query tokens of a slice.
-        piece_tokens: Tokens that are dequantised at a time; under a sliding window all
-            that are seen at a time.
-        raw_tokens: Query tokens of a slice that reads nothing from the cache; None:
-            as many as there are.
+        slice_tokens: The most query tokens of a slice.
+        piece_tokens: The most tokens that are dequantised at a time; under a sliding
+            window, the most tokens that are attended to at a time.
+        raw_tokens: The most query tokens of a slice that reads nothing from the cache;
+            None for no limit.
         has_key_offset: Whether an offset was taken off the keys of some layer. Then a
-            request's tokens in a piece are of one segment, as their scores lack the
-            same.
+            request's tokens in a piece are of one segment, so that their scores lack
+            the same offset.
 
     """
 
@@ -68,16 +68,17 @@ def prefill_limits(
     has_key_offset: bool = False,
     sliding_window: int | None = None,
 ) -> PrefillLimits:
-    """Tokens that ROW_BYTES and PIECE_BYTES hold, at least one.
+    """The tokens that fit in ROW_BYTES and PIECE_BYTES, at least one.
 
-    Under a sliding window there are no rotated queries. A piece has room for what one
-    token sees, and for some more tokens.
+    Under a sliding window there are no rotated queries. A piece then has room for the
+    tokens that one query token sees, and for ``LEAST_TOKENS`` more.
 
     Args:
-        shape: The layer's; of layers that share a plan, that with most query heads.
+        shape: The shape of the layer; if several shapes share a plan, the one with most
+            query heads.
         stored: Whether a slice's own tokens are read from the cache: as one piece.
         has_key_offset: Whether an offset was taken off the keys of some layer.
-        sliding_window: Tokens that a query token sees, at most; None for no limit.
+        sliding_window: The most tokens that a query token sees; None for no limit.
 
     """
     head_bytes = shape.head_size * shape.dtype.itemsize
@@ -97,7 +98,7 @@ def prefill_limits(
 def _plan_piece(
     starts: torch.Tensor, ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The piece of ``plan_context`` that has these positions, (R,) each."""
+    """The piece of ``plan_context`` between these positions, (R,) each."""
     cu_lens = torch.zeros(len(starts) + 1, dtype=torch.int32)
     torch.cumsum(ends - starts, 0, out=cu_lens[1:])
     return starts.to(torch.int32), cu_lens
@@ -108,16 +109,16 @@ def plan_context(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cut the requests' contexts, laid end to end, into pieces.
 
-    With an offset of K a piece has tokens of the same segment of each request instead;
-    then all contexts of several requests have room in one piece.
+    With an offset of K a piece has the same segment of each request instead. The
+    contexts of several requests must then fit in one piece.
 
     Args:
         context_lens: (R,) int32 on the host.
-        tokens_per_piece: Tokens a piece, in total over the requests.
+        tokens_per_piece: Tokens of a piece, over all requests.
         has_key_offset: Whether an offset was taken off the keys of some layer.
 
     Returns:
-        For each piece, on the host: first position of each request's tokens in it,
+        For each piece, on the host: the first position of each request's tokens in it,
         (R,) int32, and cumulative lengths, (R + 1,) int32.
 
     """
@@ -144,18 +145,18 @@ def plan_context(
 def cut_at_segments(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut requests where their query tokens come to the next segment.
+    """Cut requests where their query tokens enter the next segment.
 
-    A part that is cut off is a request with the tokens before it as context, as if
-    prompts came in chunks. Tokens that are read from the cache notice no difference.
+    Each part is a request whose context is the tokens before it, as if the prompt came
+    in chunks. Where all tokens are read from the cache, results do not change.
 
     Args:
         query_start_loc: (R + 1,) int32 on the host, from zero.
         seq_lens: (R,) int32 on the host.
 
     Returns:
-        On the host, of the C requests there are then: ``query_start_loc``, (C + 1,)
-        int32, ``seq_lens``, (C,) int32, and which of the R each was, (C,) int64.
+        On the host, for the C parts: ``query_start_loc``, (C + 1,) int32, ``seq_lens``,
+        (C,) int32, and the index of each part's request, (C,) int64.
 
     """
     size = interface.OFFSET_SEGMENT
@@ -183,17 +184,17 @@ def _plan_requests(
     query_start_loc: torch.Tensor | None,
     device: torch.device,
 ) -> CachedRequests:
-    """Requests of a slice that are dequantised side by side, or all of them.
+    """Plan requests of a slice that are dequantised together.
 
     Args:
-        starts: (R + 1,) int32 on the host, where its requests' tokens in the slice
-            begin.
+        starts: (R + 1,) int32 on the host, where the requests' tokens begin in the
+            slice.
         context_lens: (R,) int32 on the host.
         block_table: (R, max_blocks) int32 on the device.
-        stored: Whether query tokens, too, are read from the cache.
+        stored: Whether query tokens are also read from the cache.
         limits: The bounds of the layers' scratch.
-        query_start_loc: ``starts`` on the device, if that begins at zero.
-        device: Where the kernels run.
+        query_start_loc: ``starts`` on the device if it begins at zero; else None.
+        device: The kernels' device.
 
     """
     tokens = slice(int(starts[0]), int(starts[-1]))
@@ -231,16 +232,16 @@ def _plan_slice(
     device: torch.device,
     local_lens: LocalLensFn | None,
 ) -> PrefillSlice:
-    """One of the slices of ``plan_prefill``.
+    """Plan one of the slices of ``plan_prefill``.
 
     Args:
-        tokens: Place of the slice's query tokens among the prefills'.
+        tokens: The range of the slice's query tokens among the prefills'.
         bounds: (R + 1,) int32 on the host, where its requests begin.
         context_lens: (R,) int32 on the host, without query tokens.
         block_table: (R, max_blocks) int32 on the device.
-        stored: Whether query tokens, too, are read from the cache.
+        stored: Whether query tokens are also read from the cache.
         limits: The bounds of the layers' scratch.
-        device: Where the kernels run.
+        device: The kernels' device.
         local_lens: As in ``plan_prefill``.
 
     """
@@ -257,7 +258,7 @@ def _plan_slice(
             int(ends.diff().max()),
             int(ends[-1]),
         )
-    # All ranks know it, because they wait for each other.
+    # From whole lengths: all ranks must agree on it, because they wait for each other.
     is_shared = local_lens is not None and bool(context_lens.any())
     if local_lens is not None:
         context_lens = local_lens(context_lens)
@@ -295,20 +296,20 @@ def plan_prefill(
     window_tokens: Mapping[int, int] | None = None,
     local_lens: LocalLensFn | None = None,
 ) -> PrefillPlan:
-    """Plan the prefill of a batch on the host; nothing here synchronises.
+    """Plan the prefill of a batch on the host, without waiting for the device.
 
     Args:
         query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
         seq_lens_cpu: (R,) int32 on the host, exact.
         block_table: (R, max_blocks) int32 on the device.
-        stored: Whether query tokens, too, are read from the cache.
+        stored: Whether query tokens are also read from the cache.
         limits: The bounds of the scratch of layers without a sliding window; None if
             all have one.
-        device: Where the kernels run.
-        window_tokens: By sliding window, the tokens that may be seen at a time:
-            ``PrefillLimits.piece_tokens``. None for no windows.
-        local_lens: Where ranks share the context, how many of the first tokens of
-            sequences this one has, (R,) int32 on the host, of these, likewise; None
+        device: The kernels' device.
+        window_tokens: ``PrefillLimits.piece_tokens`` by sliding window; None for no
+            sliding windows.
+        local_lens: Where ranks share the context, a function from numbers of first
+            tokens, (R,) int32 on the host, to this rank's share of them, likewise; None
             where they do not.
 
     """
@@ -342,7 +343,7 @@ def plan_prefill(
         starts = query_start_loc_cpu[first : last + 1]
         max_tokens = limits.slice_tokens
         if not stored and not context_lens[first:last].any():
-            # Needs no scratch of ours for queries.
+            # Without context no scratch holds rotated queries.
             max_tokens = limits.raw_tokens or int(starts[-1])
         slices += [
             _plan_slice(

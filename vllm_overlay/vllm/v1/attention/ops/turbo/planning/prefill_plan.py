@@ -14,8 +14,8 @@ from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 class RawTokens(NamedTuple):
     """The tokens of a slice's requests whose K and V are used as computed.
 
-    They are the step's, up to the slice's last: of its first request, too, those that
-    lie before the slice.
+    They are the step's tokens up to the slice's last one. Tokens of the first request
+    that come before the slice are included.
 
     Attributes:
         cu_lens: (R + 1,) int32 on the device, cumulative lengths of the R requests.
@@ -30,10 +30,11 @@ class RawTokens(NamedTuple):
 
 
 class CachedPiece(NamedTuple):
-    """Cached tokens of R requests, a run of each, that are dequantised at a time.
+    """Cached tokens that are dequantised at a time: a run of each of R requests.
 
     Attributes:
-        starts: (R,) int32 on the device, position in its request of each run's first.
+        starts: (R,) int32 on the device, the position of each run's first token in its
+            request.
         cu_lens: (R + 1,) int32 on the device, cumulative lengths of the runs.
         max_len: Tokens of the longest run.
         num_tokens: Tokens of all runs.
@@ -47,15 +48,16 @@ class CachedPiece(NamedTuple):
 
 
 class CachedRequests(NamedTuple):
-    """Requests whose cached tokens are dequantised side by side, R of them: so many
-    that one piece holds all, or one whose tokens take several pieces.
+    """R requests whose cached tokens are dequantised together.
+
+    Either one piece holds the tokens of all, or a single request takes several pieces.
 
     Attributes:
-        tokens: Place of their query tokens among the slice's.
+        tokens: The range of their query tokens among the slice's.
         query_start_loc: (R + 1,) int32 on the device, from zero.
         max_query_len: Most query tokens of a request.
         block_table: (R, max_blocks) int32 on the device.
-        own: The query tokens, to be read from the cache; None if they are not.
+        own: The query tokens, if they are read from the cache; else None.
         context: The cached tokens before them, in pieces.
 
     """
@@ -69,22 +71,22 @@ class CachedRequests(NamedTuple):
 
     @property
     def pieces(self) -> list[CachedPiece]:
-        """All that is read from the cache."""
+        """All pieces that are read from the cache."""
         return self.context if self.own is None else [self.own, *self.context]
 
 
 class PrefillSlice(NamedTuple):
-    """Query tokens of R prefill requests, one after the other, attended from at a time.
+    """Consecutive query tokens of R prefill requests that attend at a time.
 
     Attributes:
-        tokens: Place of the query tokens among the prefills'.
+        tokens: The range of the query tokens among the prefills'.
         query_start_loc: (R + 1,) int32 on the device, from zero.
         max_query_len: Most query tokens of a request.
-        raw: The tokens that are used as computed, of several requests no more than a
-            piece; None if all is read from the cache.
-        cached: The requests that are read from the cache, by those that are
-            dequantised side by side: all R of them, or none.
-        is_shared: Whether ranks share the requests' context, and any of these has some.
+        raw: The tokens that are used as computed, at most a piece if they are of
+            several requests; None if all is read from the cache.
+        cached: The requests that read the cache, in groups that are dequantised
+            together: all R of them, or none.
+        is_shared: Whether ranks share the requests' context, and a request has some.
 
     """
 
@@ -108,16 +110,16 @@ class PrefillSlice(NamedTuple):
 
 @dataclass
 class PrefillPlan:
-    """The prefill requests of a batch; R requests, T tokens.
+    """The plan of a batch's R prefill requests.
 
     Attributes:
-        slices: The query tokens, as they are attended from one after the other; none
-            if all layers have sliding windows.
+        slices: The slices of layers without a sliding window, in order; empty if all
+            layers have one.
         block_table: (R, max_blocks) int32 on the device.
         query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
         seq_lens_cpu: (R,) int32 lengths on the host, query tokens included.
-        window_slices: By the layers' sliding windows, likewise.
-        spans: Tokens that see later ones, too; None if none do.
+        window_slices: The slices of other layers, by their sliding windows.
+        spans: Tokens that also see later ones, as an image's do; None if none do.
 
     """
 
@@ -129,10 +131,11 @@ class PrefillPlan:
     spans: SpanPlan | None = None
 
     def max_buffered_tokens(self, sliding_window: int | None = None) -> int | None:
-        """Query tokens that ``PrefillScratch`` is to hold; None: none are needed.
+        """Query tokens that ``PrefillScratch`` has to hold; None: it is not needed.
 
         Args:
-            sliding_window: The layer's; None if it has none.
+            sliding_window: The most tokens that a query token of the layer sees; None
+                for no limit.
 
         """
         if sliding_window is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests of a step that attend to packed context."""
+"""Spans of a step's requests that attend to packed context."""
 
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 
 class RequestSpan(NamedTuple):
-    """Requests that follow one another in a batch, and attend to packed context.
+    """Consecutive requests of a batch that attend to packed context.
 
     Attributes:
-        first_request: The first one's place in the batch.
+        first_request: The first request's index in the batch.
         num_requests: R.
-        first_token: The place of its first query token in the batch.
-        num_tokens: Query tokens of all R.
-        query_len: Query tokens of a request, at most.
-        query_start_loc: (R + 1,) int32 on the device, from zero; None if each has
-            ``query_len``.
-        query_starts: The same numbers on the host, of extends; None of decodes, of
-            which the host's may not be exact.
+        first_token: The index of its first query token in the batch.
+        num_tokens: Query tokens of all R requests.
+        query_len: The most query tokens of a request.
+        query_start_loc: (R + 1,) int32 on the device, from zero; None if each request
+            has ``query_len``.
+        query_starts: The same numbers on the host, for extends; None for decodes, whose
+            numbers on the host may not be exact.
 
     """
 
@@ -38,12 +38,12 @@ class RequestSpan(NamedTuple):
     def of_extends(
         requests: list[tuple[int, list[int]]], device: torch.device
     ) -> list["RequestSpan"]:
-        """Spans of extends, all copied to the device at once: a step may have dozens.
+        """Make spans of extends with one copy to the device: a step may have dozens.
 
         Args:
-            requests: For each span the first request's place in the batch, and R + 1
-                numbers, where tokens begin in the batch.
-            device: Where the kernels run.
+            requests: For each span the first request's index in the batch, and R + 1
+                numbers, where requests' tokens begin in the batch.
+            device: The kernels' device.
 
         """
         if not requests:
@@ -70,15 +70,15 @@ class RequestSpan(NamedTuple):
         bounds: list[list[tuple[int, int]]],
         device: torch.device,
     ) -> list["RequestSpan"]:
-        """Cut each of some spans, as ``of_extends`` does where lengths are known.
+        """Cut several spans, with one copy to the device if the host has the lengths.
 
         Args:
             spans: The spans of extends, or spans that all lack ``query_starts``.
-            bounds: For each span places among its R requests: see ``cut``.
-            device: Where the kernels run.
+            bounds: The ``bounds`` of ``cut`` for each span.
+            device: The kernels' device.
 
         """
-        # Each has a part at least.
+        # Each span has at least one part.
         if sum(map(len, bounds)) == len(spans):
             return spans
         parts = []
@@ -93,12 +93,13 @@ class RequestSpan(NamedTuple):
         return RequestSpan.of_extends(parts, device)
 
     def cut(self, bounds: list[tuple[int, int]]) -> list["RequestSpan"]:
-        """The requests from one to another (exclusive), for each such pair.
+        """Cut the span into parts.
 
-        Parts of several lengths have all tokens, and count from the first of these.
+        If requests have unequal lengths, each part keeps the whole span's tokens, and
+        its ``query_start_loc`` counts from the first of these.
 
         Args:
-            bounds: Places among the R requests.
+            bounds: First and last (exclusive) of the R requests, for each part.
 
         """
         if bounds == [(0, self.num_requests)]:

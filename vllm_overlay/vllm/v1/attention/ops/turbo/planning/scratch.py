@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Scratch memory of a layer's kernels: what there is of it, and how large it may be."""
+"""Scratch memory of a layer's kernels, and its bounds."""
 
 import math
 from typing import NamedTuple
@@ -13,21 +13,21 @@ from vllm.v1.attention.ops.turbo.interface import (
     TensorSpecs,
 )
 
-# Partial outputs of one call of decode or extend attention.
+# Bytes of the partial outputs of one call of decode or extend attention.
 PARTIAL_BYTES = 64 * 2**20
-# Query tokens' tiles of one call of extends that end in outputs: with 8 KV heads of 128
-# 64 requests of 128 tokens have room.
+# Bytes of the query tokens' tiles of one call that ends in outputs. With 8 KV heads of
+# 128 it holds 64 requests of 128 tokens.
 OWN_TILE_BYTES = 40 * 2**20
 
 
 class LayerShape(NamedTuple):
-    """The sizes that a layer's scratch follows from: layers alike share a plan.
+    """The sizes that determine a layer's scratch. Layers of one shape share a plan.
 
     Attributes:
         num_heads: Hq, query heads.
         num_kv_heads: H, KV heads.
         head_size: D, of query, key and value.
-        dtype: The model's.
+        dtype: The model's dtype.
 
     """
 
@@ -43,30 +43,32 @@ class LayerShape(NamedTuple):
 
     @property
     def max_partials(self) -> int:
-        """Partial results of a call, if one request alone has no more."""
+        """The most partial results of a call, unless a single request needs more."""
         row_bytes = self.num_heads * self.head_size * torch.float32.itemsize
         return max(1, PARTIAL_BYTES // row_bytes)
 
     @property
     def max_own_tiles(self) -> int:
-        """Tiles of query tokens of a call that ends in outputs, at most."""
+        """The most tiles of query tokens of a call that ends in outputs."""
         tile_numbers = 2 * OWN_TILE_TOKENS * self.head_size
         tile_bytes = self.num_kv_heads * tile_numbers * torch.float16.itemsize
         return OWN_TILE_BYTES // tile_bytes
 
     def max_output_requests(self, query_len: int) -> int:
-        """Requests of such a call, at most, if each has so many query tokens."""
+        """The most requests of such a call if each has ``query_len`` query tokens."""
         return OWN_TILE_TOKENS * self.max_own_tiles // (query_len + OWN_TILE_TOKENS)
 
 
 class SharedScratch(NamedTuple):
-    """Scratch of a step's decodes and extends where ranks share the context; T query
-    tokens, C tokens' slots of one call, Hq heads of all ranks.
+    """Scratch of a step's decodes and extends where ranks share the context.
+
+    T is a step's query tokens, C the query slots of one call, Hq the query heads of all
+    ranks.
 
     Attributes:
         query: (T, Hq, D) fp16, rotated queries.
-        output: (C, Hq, D) fp32, what this rank has of the results of one call.
-        lse: (C, Hq) fp32, its LSE.
+        output: (C, Hq, D) fp32, this rank's part of the results of one call.
+        lse: (C, Hq) fp32, the part's LSE.
 
     """
 
@@ -86,12 +88,13 @@ class SharedScratch(NamedTuple):
 
 
 class OwnScratch(NamedTuple):
-    """Scratch of attention to an extend's own tokens; C query tokens of a call, Hq
-    heads of this rank.
+    """Scratch of attention to the query tokens of extends, all of the model's dtype.
+
+    C is the query tokens of a call, Hq the query heads of this rank.
 
     Attributes:
-        output: (C, Hq, D), what it gives.
-        key: (C, H, D), keys that keep what is broken from other requests.
+        output: (C, Hq, D), the result.
+        key: (C, H, D), keys whose non-finite numbers do not reach other requests.
         value: (C, H, D), values, likewise.
 
     """
@@ -112,15 +115,15 @@ class OwnScratch(NamedTuple):
 class DecodeScratch(NamedTuple):
     """Scratch of a step's decodes and extends; T query tokens, P partial results.
 
-    Rotated queries lie where the output comes to be, unless ranks share the context.
+    Rotated queries are in the output's memory, unless ranks share the context.
 
     Attributes:
         query_scale: (T, Hq) fp32, factors of the scores, of all calls.
         partial: (P, Hq, D) fp32, outputs of the splits of one call.
         partial_lse: (P, Hq) fp32, their LSE.
-        shared: Where ranks share the context; None where they do not.
-        own: Where extends attend to their own tokens before; None where none do.
-        outputs: Scratch of extends that end in outputs; None where none do.
+        shared: Scratch for ranks that share the context; None if they do not.
+        own: Scratch of attention to query tokens before a call; None if there is none.
+        outputs: Scratch of extends that end in outputs; None if none do.
 
     """
 
@@ -143,15 +146,17 @@ class DecodeScratch(NamedTuple):
 
 
 class PrefillScratch(NamedTuple):
-    """Scratch of ``prefill_attention``; T query tokens of a slice, P of a piece.
+    """Scratch of ``prefill_attention``, all of the model's dtype.
+
+    T is the query tokens of a slice, P the tokens of a piece.
 
     Attributes:
         query: (T, Hq, D) rotated queries.
         output: (T, Hq, D) output of one piece.
-        key: (P, H, D) dequantised keys, or raw ones of several requests.
+        key: (P, H, D) dequantised keys, or raw keys of several requests.
         value: (P, H, D) values, likewise.
-        context: (T, Hq, D) output of all pieces, where ranks share the context and Hq
-            is of all ranks; None where they do not.
+        context: (T, Hq, D) output of all pieces if ranks share the context, Hq then
+            being the query heads of all ranks; None if they do not.
 
     """
 
@@ -162,11 +167,11 @@ class PrefillScratch(NamedTuple):
     context: torch.Tensor | None = None
 
     def keys_and_values(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(num_tokens, H, D) of ``key`` and of ``value``."""
+        """The first (num_tokens, H, D) of ``key`` and of ``value``."""
         return self.key[:num_tokens], self.value[:num_tokens]
 
     def own_output(self, num_tokens: int, num_heads: int) -> torch.Tensor:
-        """(num_tokens, num_heads, D) in the place of ``output``."""
+        """A contiguous (num_tokens, num_heads, D) in the memory of ``output``."""
         head_size = self.output.shape[2]
         num_elements = num_tokens * num_heads * head_size
         flat = self.output.view(-1)[:num_elements]
@@ -189,5 +194,5 @@ class PrefillScratch(NamedTuple):
 
 
 def num_bytes(specs: TensorSpecs) -> int:
-    """Bytes of tensors, without what aligns them."""
+    """Bytes of tensors, without padding for alignment."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)

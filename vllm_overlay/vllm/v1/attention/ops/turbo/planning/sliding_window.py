@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The plan of a prefill under a sliding window, made on the host.
+"""Plans a prefill under a sliding window on the host.
 
-A query token sees few tokens then: those of them that are cached are dequantised, and
-lie beside the request's own in a buffer, which is attended to in one call.
+A query token sees few tokens then. The cached ones are dequantised into a buffer beside
+the request's own tokens, and one call attends to the buffer.
 """
 
 from typing import NamedTuple
@@ -13,26 +13,27 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 
-# Query tokens that a buffer has room for, beside the tokens before them, at least.
+# The least query tokens that a buffer has room for, after the tokens before them.
 LEAST_TOKENS = 1024
 
 
 class KeyRuns(NamedTuple):
-    """Keys of R requests: a run of each one's tokens, cached ones, then own.
+    """Keys of R requests: for each a run of tokens, cached ones and then own ones.
 
-    Own ones are used as computed, unless all are read from the cache.
+    Own tokens are the step's, and used as computed unless all are read from the cache.
 
     Attributes:
-        starts: (R,) int32 on the device, position in its request of each run's first
-            token.
+        starts: (R,) int32 on the device, the position of each run's first token in its
+            request.
         cached_lens: (R,) int32 on the device, cached tokens of each run.
-        own_starts: (R,) int32 on the device, the place of each run's first own token
+        own_starts: (R,) int32 on the device, the index of each run's first own token
             among the prefills'.
         cu_lens: (R + 1,) int32 on the device, where runs begin in the buffer.
         max_len: Tokens of the longest run.
         num_tokens: Tokens of all runs.
         max_cached_len: Most cached tokens of a run.
-        num_rotated: Tokens of the buffer up to the last cached one.
+        num_rotated: Tokens of the buffer up to the last cached one. They are rotated
+            back.
 
     """
 
@@ -47,17 +48,17 @@ class KeyRuns(NamedTuple):
 
 
 class WindowSlice(NamedTuple):
-    """Query tokens of R requests, one after the other, attended from at a time.
+    """Consecutive query tokens of R requests that attend at a time.
 
-    A request may come several times, each time with other tokens.
+    A request may come several times, each time with different tokens.
 
     Attributes:
-        tokens: Place of the query tokens among the prefills'.
+        tokens: The range of the query tokens among the prefills'.
         query_start_loc: (R + 1,) int32 on the device, from zero.
         max_query_len: Most query tokens of a request.
         block_table: (R, max_blocks) int32 on the device.
-        runs: The keys that they see, to be laid into a buffer; None if these are the
-            query tokens of one request alone.
+        runs: The keys that they see, to be copied into a buffer; None if these are just
+            the query tokens of a single request.
 
     """
 
@@ -69,15 +70,15 @@ class WindowSlice(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Query tokens of one request, attended from at a time.
+    """Query tokens of one request that attend at a time.
 
     Attributes:
-        request: Its place among the prefills.
-        begin: The first query token's place among the prefills'.
-        end: That behind the last.
-        start: Position in the request of the first token that is seen.
+        request: The request's index among the prefills.
+        begin: The first query token's index among the prefills'.
+        end: The last query token's index (exclusive).
+        start: The position of the first token that is seen in the request.
         num_cached: Tokens from there on that are read from the cache.
-        num_own: Own tokens that follow.
+        num_own: Own tokens that follow these.
 
     """
 
@@ -98,7 +99,7 @@ def _cut_request(
     sliding_window: int,
     max_tokens: int,
 ) -> list[_Part]:
-    """Cut a request's query tokens evenly: the buffer has room for what a part sees."""
+    """Cut a request's query tokens evenly, so that the keys of a part fit a buffer."""
     length, before = end - begin, sliding_window - 1
     if length == 0:
         return []
@@ -130,7 +131,7 @@ def _lay_out(parts: list[_Part], device: torch.device) -> KeyRuns:
         [part.end - part.num_own for part in parts],
         cu_lens[1:],
     ]
-    # One copy. A first column is zero for the sums to begin with.
+    # One copy to the device. The first column is zero because ``cu_lens`` begins so.
     rows = torch.tensor([[0, *column] for column in columns], dtype=torch.int32)
     starts, cached_lens, own_starts, sums = async_tensor_h2d(rows, device)
     rotated = [
@@ -159,16 +160,16 @@ def plan_window_slices(
     max_tokens: int,
     device: torch.device,
 ) -> list[WindowSlice]:
-    """Plan the prefill of a batch under a sliding window; nothing synchronises.
+    """Plan a prefill under a sliding window, without waiting for the device.
 
     Args:
         query_start_loc: (R + 1,) int32 on the host, from zero.
         seq_lens: (R,) int32 on the host, exact.
         block_table: (R, max_blocks) int32 on the device.
-        stored: Whether query tokens, too, are read from the cache.
-        sliding_window: Tokens that a query token sees, at most, itself the last.
+        stored: Whether query tokens are also read from the cache.
+        sliding_window: The most tokens that a query token sees, itself included.
         max_tokens: Tokens that the buffer has room for, more than ``sliding_window``.
-        device: Where the kernels run.
+        device: The kernels' device.
 
     """
     bounds = query_start_loc.tolist()
@@ -202,7 +203,7 @@ def plan_window_slices(
         requests = [part.request for part in parts]
         table = block_table[requests[0] : requests[-1] + 1]
         if requests != list(range(requests[0], requests[-1] + 1)):
-            # Some come several times, or have no token.
+            # A request comes several times, or has no query token.
             rows = async_tensor_h2d(torch.tensor(requests), device)
             table = block_table.index_select(0, rows)
         slices.append(

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Spans of tokens that see each other in a prefill, as an image's do, planned on the
-host.
+"""Plans spans of a prefill's tokens that see each other, as an image's do, on the host.
 
-vLLM tells of them as multimodal prefix ranges. What a query token sees for being in a
-span, and would not see else, are the span's tokens after it: these are attended to by
-themselves, and the result is merged with that of causal attention.
+vLLM describes them as multimodal prefix ranges. A query token of a span sees the span's
+later tokens, too. A call of its own attends to these, and its result is merged with
+causal attention's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,11 @@ from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
 
 
 class Sliced(Protocol):
-    """Query tokens that are attended from at a time."""
+    """Query tokens that attend at a time."""
 
     @property
     def tokens(self) -> slice:
-        """Their place among the prefills'."""
+        """Their range among the prefills' query tokens."""
 
 
 class SlicedPlan(Protocol):
@@ -40,13 +39,13 @@ class SlicedPlan(Protocol):
 
 
 class Span(NamedTuple):
-    """Tokens of a request that see each other, those of the step: two or more.
+    """Two or more query tokens of a step and a request that see each other.
 
     Attributes:
-        request: The request's place in the batch.
-        begin: The first token's place among the batch's query tokens.
-        end: That behind the last.
-        position: The first one's position in the request.
+        request: The request's index in the batch.
+        begin: The first token's index among the batch's query tokens.
+        end: The last token's index (exclusive).
+        position: The first token's position in the request.
 
     """
 
@@ -57,18 +56,17 @@ class Span(NamedTuple):
 
 
 class LaterTokens(NamedTuple):
-    """Q query tokens of a span, and the tokens that they see for being in it.
+    """Q query tokens of a span, and the K tokens from the first of them to its end.
 
-    Query token i sees all but the first i + 1 of K tokens.
+    Query token i sees all but the first i + 1 of the K tokens.
 
     Attributes:
-        tokens: Place of the query tokens among the slice's.
-        keys: Place of the K tokens among the prefills': the query tokens and those
-            after them.
+        tokens: The range of the query tokens among the slice's.
+        keys: The range of the K tokens among the prefills' query tokens.
         query_start_loc: (2,) int32 on the device: 0 and Q.
         cu_lens: (2,) int32 on the device: 0 and K.
         block_table: (1, max_blocks) int32 on the device.
-        runs: The K tokens, to be read from the cache; None if they are not.
+        runs: The K tokens, if they are read from the cache; else None.
 
     """
 
@@ -86,12 +84,12 @@ class LaterTokens(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """K, more than Q."""
+        """K, which is more than Q."""
         return self.keys.stop - self.keys.start
 
     @property
     def window_size(self) -> list[int]:
-        """As FlashAttention has it, which aligns the last query with the last key."""
+        """FlashAttention's window, which aligns the last query with the last key."""
         return [self.num_keys - self.num_queries - 1, -1]
 
 
@@ -100,10 +98,10 @@ class SpanPlan:
     """The spans of a prefill.
 
     Attributes:
-        spans: They, by places among the prefills' requests and tokens.
+        spans: The spans, with indices among the prefills' requests and tokens.
         slices: The later tokens that each slice sees, in layers without a sliding
             window.
-        window_slices: By the layers' sliding windows, likewise.
+        window_slices: The same for other layers, by their sliding windows.
 
     """
 
@@ -112,7 +110,7 @@ class SpanPlan:
     window_slices: dict[int, list[list[LaterTokens]]]
 
     def positions(self, request: int) -> list[tuple[int, int]]:
-        """Where spans of a request begin and end (exclusive)."""
+        """The first and last (exclusive) positions of a request's spans."""
         return [
             (span.position, span.position + span.end - span.begin)
             for span in self.spans
@@ -125,13 +123,13 @@ def find_spans(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> list[Span]:
-    """The spans that a step has query tokens of, in the batch's order.
+    """Find the spans of a step's query tokens, in the batch's order.
 
     Args:
-        ranges: ``CommonAttentionMetadata.mm_req_doc_ranges``: of each request the
+        ranges: ``CommonAttentionMetadata.mm_req_doc_ranges``: for each request the
             first and the last position of each span.
         query_start_loc: (R + 1,) int32 on the host.
-        seq_lens: (R,) int32 on the host, query tokens included. It may be too large of
+        seq_lens: (R,) int32 on the host, query tokens included. It may be too large for
             requests that are not prefilled, whose tokens come after all spans.
 
     """
@@ -157,7 +155,7 @@ def _later_tokens(
     stored: bool,
     device: torch.device,
 ) -> list[list[LaterTokens]]:
-    """The later tokens that each slice sees, from spans by places in the prefills."""
+    """The later tokens that each slice sees, from spans among the prefills."""
     parts: list[list[LaterTokens]] = [[] for _ in slices]
     found = [
         (own, tokens, span, max(span.begin, tokens.start))
@@ -174,7 +172,7 @@ def _later_tokens(
         num_keys = span.end - first
         position = span.position + first - span.begin
         columns.append([0, num_queries, 0, num_keys, position, num_keys, 0])
-    # One copy.
+    # One copy to the device.
     table = async_tensor_h2d(torch.tensor(columns, dtype=torch.int32), device)
     for (own, tokens, span, first), row, column in zip(found, table, columns):
         num_queries, num_keys = column[1], column[3]
@@ -210,14 +208,14 @@ def plan_spans(
     stored: bool,
     device: torch.device,
 ) -> SpanPlan | None:
-    """Plan the spans of a prefill, whose slices are planned; nothing synchronises.
+    """Plan the spans of a prefill, without waiting for the device.
 
     Args:
-        spans: They, by places among the prefills' requests and tokens.
-        plan: The prefill's.
+        spans: The spans, with indices among the prefills' requests and tokens.
+        plan: The prefill's slices.
         block_table: (R, max_blocks) int32 on the device, of the prefills' requests.
-        stored: Whether query tokens, too, are read from the cache.
-        device: Where the kernels run.
+        stored: Whether query tokens are also read from the cache.
+        device: The kernels' device.
 
     Returns:
         The plan; None if there are no spans.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A step's whole plan, which all layers of a KV cache group share."""
+"""The whole plan of a step, which all layers of a KV cache group share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,26 +31,27 @@ class StepPlan:
         seq_lens: (R,) int32 lengths on the device, query tokens included.
         query_start_loc: (R + 1,) int32 on the device, where requests' tokens begin.
         block_table: (R, max_blocks) int32 on the device.
-        num_decodes: Decode requests; with CUDA graphs, padded.
+        num_decodes: Decode requests, padded with CUDA graphs.
         num_decode_tokens: Query tokens of these, padded likewise.
-        decode_query_len: Query tokens of a decode request, at most.
+        decode_query_len: The most query tokens of a decode request.
         decode_start_loc: (num_decodes + 1,) int32 on the device, where their tokens
             begin; None if each has ``decode_query_len``.
-        extends: Requests with few query tokens, if kernels for them are there.
-        prefill: How the other requests are served; None if there are none.
-        span_prefills: Decode requests with tokens that see later ones, an image's, are
-            prefilled once more: the place of each one's first token, and how.
-        shared_prefills: All that is prefilled, likewise, by layers that read another's
-            cache. None if others, too, read all tokens from the cache.
-        mm_prefix_range: By a request's place, the first and last positions of
-            tokens that see each other. None if none do, and for layers without a
-            sliding window if the model says so: Gemma 4's does, by this name.
-        decode_plans: By the layers' shapes, how decodes and extends are served. None
+        extends: Requests with few query tokens, if there are kernels for them.
+        prefill: The plan of the other requests; None if there are none.
+        span_prefills: For decode requests whose tokens see later ones, as an image's
+            do, the index of the first token, and the plan of a prefill that replaces
+            the result.
+        shared_prefills: For layers that read another's cache, the same pairs for all
+            prefills. None if other layers also read all tokens from the cache.
+        mm_prefix_range: The first and last positions of tokens that see each other, by
+            a request's index. None if none do. Models such as Gemma 4 set it to None,
+            by this name, for layers without a sliding window.
+        decode_plans: The calls of decodes and extends, by the layers' shapes. Empty
             where no kernels serve.
-        decode_scratch: By the layers' shapes, the addresses that the plan leaves open:
-            those that the first layer of a shape was given.
-        local_seq_lens: (R,) int32 on the device, where ranks share the context: what
-            this one has of it, and all query tokens. None where they do not.
+        decode_scratch: The scratch tensors of ``decode_plans``, by the layers' shapes,
+            as the first layer of a shape allocated them.
+        local_seq_lens: (R,) int32 on the device, this rank's share of the context and
+            all query tokens, if ranks share the context; else None.
 
     """
 
@@ -76,11 +77,11 @@ class StepPlan:
 
     @property
     def num_packed_tokens(self) -> int:
-        """Query tokens of decodes and extends: those before the prefills'."""
+        """Query tokens of decodes and extends, which come before the prefills'."""
         return self.num_decode_tokens + sum(span.num_tokens for span in self.extends)
 
     def prefills(self, shares_cache: bool) -> list[tuple[int, PrefillPlan]]:
-        """The prefills: the place of each plan's first token, and the plan.
+        """The index of each prefill's first token, and its plan.
 
         Args:
             shares_cache: Whether the layer reads another's cache.
@@ -93,7 +94,7 @@ class StepPlan:
         return [(self.num_packed_tokens, self.prefill), *self.span_prefills]
 
     def sees_spans(self, sliding_window: int | None) -> bool:
-        """Whether tokens of a layer see later ones of their span."""
+        """Whether tokens of a layer see later tokens of their span."""
         return sliding_window is not None or self.mm_prefix_range is not None
 
     def key_offset(self, table: torch.Tensor | None) -> KeyOffset | None:
@@ -110,7 +111,7 @@ class StepPlan:
         return WindowUpdate(window, self.block_table, seq_lens, self.query_start_loc)
 
     def plan_decodes(self, planners: Iterable[DecodePlanner]) -> None:
-        """Make the ``decode_plans``."""
+        """Fill in ``decode_plans``."""
         decodes = RequestSpan(
             0,
             self.num_decodes,
