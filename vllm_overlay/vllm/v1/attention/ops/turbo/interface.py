@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The types that all sets of kernels take, and the entry points that they have."""
+"""The argument types and the entry points of every set of kernels."""
 
 import struct
 from typing import NamedTuple, Protocol, TypeAlias
@@ -14,13 +14,13 @@ from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 CUDA, TRITON = "CUDA", "Triton"
 # Scores are in base 2.
 LOG2_E = 1.4426950408889634
-# Splits a sequence is cut into at most; sizes the partial results.
+# The most splits of a sequence; it bounds the number of partial results.
 MAX_KV_SPLITS = 64
 # Tokens of a sequence that share an offset of K: see ``keys.offset``.
 OFFSET_SEGMENT = 2048
 
 
-# Shapes and dtypes of tensors that are there at the same time.
+# Shapes and dtypes of tensors that are allocated at the same time.
 TensorSpecs: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -55,13 +55,13 @@ class Scoring(NamedTuple):
         scale: Softmax scale.
         sliding_window: Tokens that a query token sees, at most, itself the last; None
             for all before it.
-        sinks: (Hq,) bf16, fp16 or fp32, contiguous: of each query head a logit beside
-            its scores that weighs nothing but in the sum of weights; None for none.
-        soft_cap: Scores s become cap * tanh(s / cap), in base e and before they are
-            compared to sinks; not with ``key_offset``, for scores under a cap cannot
-            get back what they lack. None: they stay as they are.
-        key_offset: (G, H, D) fp32, contiguous, taken off cached keys: see
-            ``KeyOffset``; None for nothing.
+        sinks: (Hq,) bf16, fp16 or fp32, contiguous: a logit of each query head that
+            joins the softmax's sum of weights and has no value; None for none.
+        soft_cap: Scores s become cap * tanh(s / cap), in base e and before sinks join
+            them; None for no cap. Not with ``key_offset``: what an offset takes off a
+            score cannot be added back under a cap.
+        key_offset: (G, H, D) fp32, contiguous, subtracted from cached keys: see
+            ``KeyOffset``; None for no offset.
 
     """
 
@@ -79,16 +79,16 @@ class Scoring(NamedTuple):
 
 
 class DecodeBatch(NamedTuple):
-    """B sequences whose last tokens attend to packed pages in one call.
+    """B sequences whose newest tokens attend to packed pages in one call.
 
     Attributes:
         num_seqs: B, sequences.
         block_table: (>= B, max_blocks) int32, last axis contiguous.
         seq_lens: (>= B,) int32, query tokens included; zero for padding, whose output
             is zero.
-        query_len: Q, query tokens a sequence, at most.
+        query_len: Q, the most query tokens of a sequence.
         query_start_loc: (B + 1,) int32, where sequences' tokens begin among the call's;
-            what lies past the last is not written. None if each has Q.
+            outputs past the last one are not written. None if each sequence has Q.
 
     """
 
@@ -100,17 +100,17 @@ class DecodeBatch(NamedTuple):
 
     @property
     def num_query_slots(self) -> int:
-        """B * Q: query tokens, if each sequence had as many as any may have."""
+        """B * Q, the query tokens if every sequence had Q."""
         return self.num_seqs * self.query_len
 
     def num_splits(self, num_partials: int, most: int = MAX_KV_SPLITS) -> int:
-        """Splits a sequence that so many partial results have room for."""
+        """Splits a sequence that ``num_partials`` partial results have room for."""
         splits = num_partials // self.num_query_slots
         assert 1 <= splits <= most, splits
         return splits
 
     def check(self, num_tokens: int) -> None:
-        """Check what kernels take for granted, of a call of so many query tokens."""
+        """Assert the kernels' preconditions for a call of ``num_tokens`` tokens."""
         start_loc = self.query_start_loc
         if start_loc is None:
             assert num_tokens == self.num_query_slots, (num_tokens, self)
@@ -120,7 +120,7 @@ class DecodeBatch(NamedTuple):
         assert self.block_table.stride(1) == 1
 
     def check_shared(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Check where a rank's part of the results goes: see ``AttentionFn``."""
+        """Assert shapes and dtypes of a rank's results: see ``AttentionCall.lse``."""
         assert output.dtype == lse.dtype == torch.float32
         assert output.is_contiguous() and lse.is_contiguous()
         assert lse.shape == output.shape[:2], (lse.shape, output.shape)
@@ -131,7 +131,7 @@ class RotatedQuery(NamedTuple):
     """Queries as the store leaves them for attention to packed pages.
 
     Attributes:
-        vectors: (T, Hq, D) fp16, contiguous; a sequence's tokens one after the other.
+        vectors: (T, Hq, D) fp16, contiguous; a sequence's tokens follow one another.
         scale: (T, Hq) fp32, contiguous: factors of the scores, in base 2.
 
     """
@@ -143,17 +143,17 @@ class RotatedQuery(NamedTuple):
 def score_factor(layout: TurboFormat, scale: float) -> float:
     """The factor that turns a rotated query's products with coded keys into scores.
 
-    The scores are in base 2, and have the softmax scale in them.
+    The scores are in base 2 and include the softmax scale.
     """
     return scale * LOG2_E * layout.key_codebook.gain
 
 
 class Partials(NamedTuple):
-    """Scratch for the results of splits, each a softmax of its own.
+    """Scratch for the results of splits; each split is a softmax of its own.
 
     Attributes:
-        output: (B * S * Q, Hq, D) fp32, contiguous, in rotated space; S splits a
-            sequence, at most ``MAX_KV_SPLITS``. Not read where the LSE is -inf.
+        output: (B * S * Q, Hq, D) fp32, contiguous, in rotated space, with S splits a
+            sequence, at most ``MAX_KV_SPLITS``. Rows with an LSE of -inf are not read.
         lse: (B * S * Q, Hq) fp32, contiguous, in base 2.
 
     """
@@ -167,7 +167,7 @@ OWN_TILE_TOKENS = TILE_TOKENS
 
 
 def num_own_tiles(num_tokens: int, num_seqs: int) -> int:
-    """Tiles that hold query tokens, at most: no two sequences share one.
+    """The most tiles that query tokens take; no two sequences share a tile.
 
     Args:
         num_tokens: Query tokens of all sequences.
@@ -182,8 +182,9 @@ class OutputScratch(NamedTuple):
 
     Attributes:
         own_tiles: (N, H, 2 * 16 * D) fp16, keys and values of the query tokens.
-        partial: (P, D) fp32, results of parts. With too few rows for that each block
-            has all parts of its queries, and a result does not depend on the batch.
+        partial: (P, D) fp32, results of parts of sequences. With too few rows for
+            parts, each thread block takes its queries' whole sequence, and a result
+            does not depend on the batch.
         partial_lse: (P,) fp32, their LSE.
 
     """
@@ -194,7 +195,7 @@ class OutputScratch(NamedTuple):
 
 
 class AttendedTokens(NamedTuple):
-    """The result of attention to newest tokens alone.
+    """The result of attention to the newest tokens alone.
 
     Attributes:
         output: (T, Hq, D) of the model's dtype; last axis contiguous.
@@ -207,17 +208,17 @@ class AttendedTokens(NamedTuple):
 
 
 class NewestTokens(NamedTuple):
-    """The sequences' query tokens, attended to as they are: not quantised.
+    """The sequences' query tokens, attended to as computed: not quantised.
 
-    A sequence's lie one after the other; each sees itself and those before it.
+    Tokens of a sequence follow one another. Each sees itself and those before it.
 
     Attributes:
         query: (T, Hq, D), not rotated.
         key: (T, H, D).
         value: (T, H, D). All three have a contiguous last axis.
         scale: Softmax scale.
-        attended: The result of attention to them, for CUDA's merge to add; None if the
-            merge attends to them itself, one token after the other.
+        attended: The result of attention to them, which CUDA's merge adds; None if the
+            merge attends to them itself, token by token.
 
     """
 
@@ -229,14 +230,14 @@ class NewestTokens(NamedTuple):
 
 
 class KeyOffset(NamedTuple):
-    """The offset that the store takes off K, by a token's place in its sequence.
+    """The offset that the store takes off K, by a token's position in its sequence.
 
     Attributes:
-        table: (G, H, D) fp32, contiguous: of the tokens from g * ``OFFSET_SEGMENT`` on;
-            the last also of all that follow.
+        table: (G, H, D) fp32, contiguous. Row g is for the ``OFFSET_SEGMENT`` tokens
+            from g * ``OFFSET_SEGMENT`` on, and the last row for all that follow, too.
         seq_lens: (R,) int32 lengths of the step's sequences, query tokens included.
         query_start_loc: (R + 1,) int32, where their tokens begin among the call's.
-            Tokens past the last are padding.
+            Tokens past the last sequence's are padding.
 
     """
 
@@ -265,11 +266,11 @@ class RecentWindow(NamedTuple):
 
     Attributes:
         pages: (num_blocks, H, N, C) uint8; see ``check_pages``.
-        blocks: (>= B,) int32, which page a sequence has; zero for none.
+        blocks: (>= B,) int32, the index of each sequence's page; zero for none.
         packed_lens: (>= B,) int32, lengths of the sequences without the tokens that are
-            taken from ``pages``: these are the newest before the query tokens.
-        format: Where rows lie in a page.
-        num_tokens: Tokens that are taken from a page, at most.
+            read from ``pages``, the newest ones before the query tokens.
+        format: The layout of rows in a page.
+        num_tokens: The most tokens that are read from a page.
 
     """
 
@@ -280,7 +281,7 @@ class RecentWindow(NamedTuple):
     num_tokens: int
 
     def from_sequence(self, first: int) -> "RecentWindow":
-        """That of the sequences from one on."""
+        """The window of the sequences from index ``first`` on."""
         blocks, packed_lens = self.blocks[first:], self.packed_lens[first:]
         return self._replace(blocks=blocks, packed_lens=packed_lens)
 
@@ -288,13 +289,14 @@ class RecentWindow(NamedTuple):
 class WindowUpdate(NamedTuple):
     """The store's work for the recent windows of a step's R sequences.
 
-    It writes the rows of the step's newest tokens, and counts those of the tokens
-    before that still are what is packed: ``window.packed_lens`` gets lengths without
-    these. No row is counted that a token of the step takes, and none need be of a
-    sequence to whose blocks the step stores others' tokens.
+    It writes the rows of the step's newest tokens. It also counts the rows of earlier
+    tokens that still agree with the packed bytes, and ``window.packed_lens`` gets the
+    lengths without these. A row that a token of the step overwrites is not counted.
+    Rows of a sequence need not be counted if the step stores other sequences' tokens
+    in its blocks.
 
     Attributes:
-        window: The sequences'.
+        window: The recent windows, ``packed_lens`` to be written.
         block_table: (R, max_blocks) int32 of their packed pages, last axis contiguous.
         seq_lens: (R,) int32, query tokens included; zero for padding.
         query_start_loc: (R + 1,) int32, where their tokens begin among the call's.
@@ -308,7 +310,7 @@ class WindowUpdate(NamedTuple):
 
 
 class StoreFn(Protocol):
-    """Quantises K and V into their slots and, if given, rotates q."""
+    """Quantises K and V into their slots and, if q is given, rotates it."""
 
     def __call__(
         self,
@@ -335,35 +337,36 @@ class StoreFn(Protocol):
             rotated_query: Tq rotated queries, written; may share memory with the later
                 output.
             scale: Softmax scale, which goes into ``rotated_query.scale``.
-            key_offset: The offset that is taken off K first; None to take nothing.
-            window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
+            key_offset: The offset that is taken off K first; None for none.
+            window: The 8-bit copy of the newest tokens, to be updated; None for none.
 
         """
 
 
 class AttentionCall(NamedTuple):
-    """Attention of a layer from the last tokens of B sequences, T query tokens.
+    """Attention of a layer from the newest tokens of B sequences, T query tokens.
 
     Attributes:
         kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
         layout: The cache's format.
         batch: The sequences.
-        scoring: The layer's. Pages that no query token sees under its sliding window
-            are not read for what they hold.
+        scoring: How the layer scores keys. Pages that no query token sees under the
+            sliding window have no effect on the result.
         output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
         query: (T, Hq, D), not rotated, of the model's dtype; last axis contiguous. An
             offset of K and ``OutputsFn`` need it; else it may be None.
-        newest: The query tokens, to be attended to in place of what the cache holds of
-            them; None to read them from the cache.
+        newest: The query tokens as computed, to be attended to in place of their codes;
+            None to read them from the cache.
         window: The newest cached tokens, to be read in place of their codes; only
             together with ``newest``. Each query token sees all of them, whatever the
             sliding window. None for none.
-        lse: (B * Q, Hq) fp32, contiguous, written: LSE in base 2, -inf of no tokens.
-            Then the result is that of a rank which has a part of the sequences, and
-            needs merging with others': ``output`` is (B * Q, Hq, D) fp32, contiguous,
-            in rotated space, and a rank's tokens are all before the query tokens, which
-            its lengths have, too. There are neither ``newest`` nor a ``window``, a
-            sliding window or sinks. None: the result is the whole one.
+        lse: None if the result is whole. Else (B * Q, Hq) fp32, contiguous, written:
+            LSE in base 2, -inf where there are no tokens. The result then is the part
+            of a rank that has a share of each sequence, and is merged with other
+            ranks' parts. ``output`` is (B * Q, Hq, D) fp32, contiguous, in rotated
+            space. All tokens of the rank's share come before the query tokens, which
+            ``seq_lens`` includes nonetheless. There is no ``newest``, ``window``,
+            sliding window or sink.
 
     """
 
@@ -384,14 +387,14 @@ class AttentionCall(NamedTuple):
 
     @property
     def offset(self) -> OffsetScores | None:
-        """The scores that cached keys lack; None if they lack nothing."""
+        """The part of scores that cached keys lack; None if they lack none."""
         if self.scoring.key_offset is None:
             return None
         assert self.query is not None, "an offset of K without the query"
         return OffsetScores(self.query, self.scoring.key_offset, self.scoring.scale)
 
     def check(self) -> None:
-        """Check what may go together."""
+        """Assert that the fields may be used together."""
         scoring = self.scoring
         is_whole = self.lse is None
         assert is_whole or self.newest is self.window is None
@@ -404,72 +407,74 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionFn(Protocol):
-    """Attends from each sequence's last tokens to its cached tokens, causally."""
+    """Attends from each sequence's newest tokens to its cached tokens, causally."""
 
     def __call__(
         self, query: RotatedQuery, call: AttentionCall, partials: Partials
     ) -> None:
-        """Attend by splits of the sequences, and merge these.
+        """Attend to each split of the sequences, and merge the results.
 
         Args:
-            query: Rotated, of the call's T query tokens.
+            query: The rotated queries of the call's T tokens.
             call: The tokens that are attended to, and the output.
-            partials: Scratch; its size says how many splits a sequence may have. With
-                one, a result does not depend on the rest of the batch.
+            partials: Scratch; its size bounds the splits of a sequence. With one split
+                a result does not depend on the rest of the batch.
 
         """
 
 
 class OutputsFn(Protocol):
-    """As ``AttentionFn``, of a context that no rank shares, and of keys that lack no
-    offset. There is no recent window: its tokens' codes are read.
+    """Attends like ``AttentionFn``, but without a merge.
+
+    Ranks do not share the context, and K has no offset. Tokens of a recent window are
+    read as codes.
     """
 
     def __call__(self, call: AttentionCall, scratch: OutputScratch) -> None:
         """Attend to cached tokens and to the query tokens at once.
 
         Args:
-            call: As ``AttentionFn``'s. Its ``query`` is there, of the output's dtype,
-                strides and alignment, and does not share memory with the output. What
-                attention to the newest tokens gave is not looked at.
-            scratch: Written; its sizes are ``KernelSet.output_scratch``'s.
+            call: The tokens that are attended to, and the output. ``query`` is needed:
+                it has the output's dtype, strides and alignment, and does not share
+                memory with the output. ``newest.attended`` is ignored.
+            scratch: Written; its sizes are those of ``KernelSet.output_scratch``.
 
         """
 
 
 class MergeFn(Protocol):
-    """Merges what ranks have of sequences, and the query tokens."""
+    """Merges the ranks' parts of sequences, and attention to the query tokens."""
 
     def __call__(self, partials: Partials, call: AttentionCall) -> None:
-        """As the end of ``AttentionFn``.
+        """Do the last step of ``AttentionFn``.
 
         Args:
-            partials: Results of B * S * Q query tokens, those of S parts a sequence.
-            call: As ``AttentionFn``'s. Of ``kv_cache`` the shape is looked at alone,
-                and the batch's block table is not read.
+            partials: Results of B * S * Q query tokens, for S parts a sequence.
+            call: The newest tokens, and the output. Only the shape of ``kv_cache`` is
+                used, and the batch's block table is not read.
 
         """
 
 
 class SplitsFn(Protocol):
-    """How many splits of a sequence attention is to have room for."""
+    """The number of a sequence's splits that attention needs room for."""
 
     def __call__(
         self, num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
     ) -> int:
-        """Partial results a query token, by what a CUDA graph has, too.
+        """Partial results a query token, from sizes that are fixed in a CUDA graph.
 
         Args:
             num_seqs: Sequences of the (padded) batch.
             num_kv_heads: KV heads.
             num_sms: Multiprocessors of the GPU.
-            query_len: Query tokens a sequence.
+            query_len: Query tokens of a sequence.
 
         """
 
 
 class KernelSet(Protocol):
-    """The entry points of one set of kernels: the same in each."""
+    """The entry points of one set of kernels."""
 
     @property
     def name(self) -> str:
@@ -477,7 +482,7 @@ class KernelSet(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why they serve: a part of a sentence, for users."""
+        """Why these kernels serve: a part of a sentence, for users."""
 
     @property
     def store(self) -> StoreFn:
@@ -489,37 +494,38 @@ class KernelSet(Protocol):
 
     @property
     def num_decode_splits(self) -> SplitsFn:
-        """Splits that ``decode_attention`` wants."""
+        """Splits that ``decode_attention`` asks for."""
 
     @property
     def extend_attention(self) -> AttentionFn | None:
-        """As ``decode_attention``, of up to ``max_extend_len`` query tokens a sequence;
-        None if prefill has to serve those.
+        """Attends from up to ``max_extend_len`` query tokens a sequence; None if
+        prefill has to serve extends.
         """
 
     @property
     def max_merged_tokens(self) -> int | None:
-        """Query tokens of a sequence up to which the merge of ``extend_attention``
-        attends to them itself, or of one alone twice as many. Of more it is to be given
-        what attention to them gave (``NewestTokens.attended``); None if it takes none.
+        """The most query tokens of a sequence that the merge of ``extend_attention``
+        attends to itself; twice as many if the sequence is the only one. For more it
+        takes ``NewestTokens.attended``. None: it attends to any number, and does not
+        take that.
         """
 
     @property
     def extend_outputs(self) -> OutputsFn | None:
-        """As ``extend_attention``, but its results need no merge; None if there is no
-        such kernel.
+        """Attends like ``extend_attention``, but its results need no merge; None if
+        there is no such kernel.
         """
 
     @property
     def merge_splits(self) -> MergeFn:
-        """Merges what ranks have of sequences."""
+        """Merges the ranks' parts of sequences."""
 
     @property
     def num_extend_splits(self) -> SplitsFn:
-        """Splits that ``extend_attention`` wants."""
+        """Splits that ``extend_attention`` asks for."""
 
     def block_sizes(self, block_size: int, head_size: int) -> list[int]:
-        """Block sizes of which each makes ``decode_attention`` launch another kernel.
+        """Block sizes that each launch a different kernel of ``decode_attention``.
 
         Args:
             block_size: Tokens of a block. A runner may cut it into smaller ones.
@@ -528,14 +534,14 @@ class KernelSet(Protocol):
         """
 
     def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
-        """Numbers of tokens, ascending, of which each makes ``store`` launch another
-        kernel.
+        """Numbers of tokens, ascending, that each launch a different kernel of
+        ``store``.
         """
 
     def output_lens(
         self, layout: TurboFormat, num_queries_per_kv: int, most: int
     ) -> list[int]:
-        """Query tokens of extends, of up to ``most`` each, that together launch every
+        """Lengths of extends, ``most`` tokens at most, that together launch every
         instance of ``extend_outputs``.
         """
 
@@ -553,16 +559,16 @@ class KernelSet(Protocol):
             layout: The cache's format.
             num_kv_heads: KV heads.
             num_sms: Multiprocessors of the GPU.
-            num_own_tiles: Tiles that hold query tokens; no two sequences share one.
+            num_own_tiles: Tiles of query tokens; no two sequences share one.
 
         """
 
     def make_matrices(self, head_size: int, device: torch.device) -> None:
-        """Make what the kernels keep on a device for good."""
+        """Make the tensors that the kernels keep on a device for good."""
 
 
 class PageLayout(Protocol):
-    """The part of a format that pages follow from."""
+    """The part of a format that determines its pages."""
 
     @property
     def name(self) -> str:
@@ -574,13 +580,13 @@ class PageLayout(Protocol):
 
 
 def half2_bits(value: float) -> str:
-    """A number twice in fp16, as C++ and PTX write its 32 bits."""
+    """A number twice in fp16, as a 32-bit hexadecimal literal of C++ and PTX."""
     bits = struct.unpack("<H", struct.pack("<e", value))[0]
     return f"0x{bits:04X}{bits:04X}"
 
 
 def check_pages(kv_cache: torch.Tensor, layout: PageLayout) -> None:
-    """Check what kernels take for granted of a layer's cache.
+    """Check the kernels' preconditions on a layer's cache.
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8.
@@ -588,7 +594,7 @@ def check_pages(kv_cache: torch.Tensor, layout: PageLayout) -> None:
 
     Raises:
         ValueError: If a (block, head) is not contiguous, or does not start at a
-            multiple of 16 bytes, or is no whole number of tiles.
+            multiple of 16 bytes, or is not a whole number of tiles.
 
     """
     block_size, slot_size = kv_cache.shape[2:]
