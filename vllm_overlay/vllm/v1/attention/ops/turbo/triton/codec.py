@@ -6,7 +6,7 @@
 A kernel sees a vector of D coordinates as D / 8 units of eight codes (see
 ``format.TurboFormat``) and works on columns: column c of step i is coordinate
 ``i * COLUMNS + c``. COLUMNS is a multiple of the number of units, so that one
-load of a unit serves every step; it is at least 16, the least depth of a dot.
+load of a unit serves every step. It is at least 16, the least depth of a dot.
 """
 
 from vllm.triton_utils import tl, triton
@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.triton.pages import TILE
 _SCALE_SHIFT = tl.constexpr(fmt.SCALE_SHIFT)
 _KEY_LEVEL = tl.constexpr(1 / fmt.KEY_LEVEL_UNIT)
 _SCALE_UNIT = tl.constexpr(1 << fmt.SCALE_SHIFT)
-# Bits of every nibble of an int32: the lowest, the lower two, every other one.
+# Masks of every nibble of an int32: the lowest bit, the lower two, every other one.
 _LOWEST = tl.constexpr(0x11111111)
 _LOWER = tl.constexpr(0x33333333)
 _EVEN = tl.constexpr(0x55555555)
@@ -24,7 +24,7 @@ _EVEN = tl.constexpr(0x55555555)
 
 @triton.jit
 def load(pointer, mask):
-    """Load, zero where the mask is false; None: everything."""
+    """Load; zero where the mask is false. Without a mask, load everything."""
     if mask is None:
         return tl.load(pointer)
     else:
@@ -40,19 +40,19 @@ def rotate_halves(word, BITS: tl.constexpr):
 
 @triton.jit
 def nibble_of(index, IS_VALUE: tl.constexpr):
-    """Nibble of a unit's word that has a code: V's even codes are in the lower half."""
+    """The nibble of a code in its unit's word. V's even codes are in the lower half."""
     return index // 2 + index % 2 * 4 if IS_VALUE else index
 
 
 @triton.jit
 def value_rows(
     ptr,  # uint8 pointers
-    token,  # of that shape, place in the tile
+    token,  # of that shape, index in the tile
     PLANE_OFFSET: tl.constexpr,
     PAIR_BYTES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
-    """Pointers to tokens' first words; pairs of them have PAIR_BYTES of a group."""
+    """Pointers to tokens' first words. A pair of tokens has PAIR_BYTES a group."""
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     offset = token // 8 * (4 * PAIR_BYTES * NUM_GROUPS) + token % 2 * 2
     return ptr + (PLANE_OFFSET + offset + token % 8 // 2 * PAIR_BYTES)
@@ -70,14 +70,14 @@ def value_pointers(
 
 @triton.jit
 def _load_halves(p_half, mask):
-    """Load words of even and of odd codes as the halves of int32."""
+    """Load the words of even and of odd codes as the two halves of int32."""
     even = load(p_half, mask).to(tl.int32) & 0xFFFF
     return even | load(p_half + 2, mask).to(tl.int32) << 16
 
 
 @triton.jit
 def store_halves(p_half, word, mask):
-    """Inverse of loading them."""
+    """Store the halves of int32, as ``_load_halves`` loads them."""
     tl.store(p_half, word.to(tl.int16), mask=mask)
     tl.store(p_half + 2, (word >> 16).to(tl.int16), mask=mask)
 
@@ -85,9 +85,9 @@ def store_halves(p_half, word, mask):
 @triton.jit
 def _load_value_units(
     codes_ptr,  # [N, 1] or [1, N] uint8 pointers to V's code plane
-    token,  # of that shape, place in the tile
+    token,  # of that shape, index in the tile
     unit,  # [1, C] or [C, 1]
-    same_unit,  # the same, from ``as_loaded`` where a dot follows
+    same_unit,  # the same numbers, from ``as_loaded`` if a dot follows
     mask,  # [N, C] or [C, N]
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
@@ -107,7 +107,7 @@ def _load_value_units(
     path = load(p_path, mask).to(tl.int32) & 0xFFFF
     place = same_unit // NUM_GROUPS
     differs = path ^ path << 2
-    # Of codes 2 * k + c, those of c = 1 into the upper half.
+    # Odd codes go to the upper half.
     differs = differs & 0x3333 | (differs & 0xCCCC) << 14
     before = path << 1
     before = before & 0x3333 | (before & 0xCCCC) << 14
@@ -117,10 +117,10 @@ def _load_value_units(
 
 @triton.jit
 def load_units(
-    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's code plane
-    token,  # of that shape, place in the tile
+    codes_ptr,  # [N, 1] or [1, N] uint8 pointers to K's or V's code plane
+    token,  # of that shape, index in the tile
     column,  # [1, C] or [C, 1]
-    same_column,  # the same, from ``as_loaded`` where a dot follows
+    same_column,  # the same numbers, from ``as_loaded`` if a dot follows
     mask,  # [N, C] or [C, N]
     HEAD_SIZE: tl.constexpr,
     BITS: tl.constexpr,
@@ -128,7 +128,7 @@ def load_units(
 ):
     """Load each column's unit as int32: the levels of its codes, four bits each.
 
-    Which code is where says ``nibble_of``.
+    ``nibble_of`` says where each code is.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     unit = column % NUM_UNITS
@@ -160,7 +160,7 @@ def load_units(
         path = (path | path << 4) & 0x0F0F0F0F
         path = (path | path << 2) & _LOWER
         shift = place
-    # In a nibble codes 2 * i and 2 * i + 1 of a group are neighbours.
+    # Codes 2 * i and 2 * i + 1 of a group are neighbours in a nibble.
     before = (path << 3) & _EVEN | (path << 1) & ~_EVEN
     differs = path ^ path << 4
     word = ((branch >> place * 2) & _LOWER) << 2
@@ -173,7 +173,7 @@ def _load_scale_word(
     mask,
     WORD_BYTES: tl.constexpr,
 ):
-    """Load little-endian words; bits above theirs are any."""
+    """Load little-endian words as int32; higher bits are undefined."""
     if WORD_BYTES == 4:
         return load(word_ptr.to(tl.pointer_type(tl.int32)), mask)
     if WORD_BYTES == 2:
@@ -188,11 +188,11 @@ def _load_scale_word(
 
 @triton.jit
 def load_scales(
-    scales_ptr,  # [N, 1] or [1, N] uint8 pointers to a side's scale plane
-    token,  # of that shape
+    scales_ptr,  # [N, 1] or [1, N] uint8 pointers to K's or V's scale plane
+    token,  # of that shape, index in the tile
     column,  # [1, C] or [C, 1]
-    same_column,  # the same, from ``as_loaded`` where a dot follows
-    inside,  # [N, 1] or [1, N], which tokens to load
+    same_column,  # the same numbers, from ``as_loaded`` if a dot follows
+    inside,  # [N, 1] or [1, N], the mask of tokens
     mask,  # [N, C] or [C, N]
     HEAD_SIZE: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
@@ -209,12 +209,12 @@ def load_scales(
     DELTA_STEP: tl.constexpr = SCALE_WORDS[4]
     row_ptr = scales_ptr + token * (NUM_WORDS * WORD_BYTES)
     if NUM_WORDS == 1:
-        # Once a token, and not for each column.
+        # One load a token, not one a column.
         word = _load_scale_word(row_ptr, inside, WORD_BYTES)
     else:
         index = column % NUM_UNITS // WORD_GROUPS % NUM_WORDS
         word = _load_scale_word(row_ptr + index * WORD_BYTES, mask, WORD_BYTES)
-    # A delta is shifted to where the base is in an fp16 number.
+    # A delta is shifted to the base's place in an fp16 number.
     MAX_DELTA: tl.constexpr = ((1 << DELTA_BITS) - 1) * DELTA_STEP
     place = same_column % NUM_UNITS % (NUM_WORDS * WORD_GROUPS) % WORD_GROUPS
     delta = word >> (place * DELTA_BITS + (8 - _SCALE_SHIFT - (DELTA_STEP - 1)))
@@ -225,10 +225,10 @@ def load_scales(
 @triton.jit
 def load_side(
     tile_ptr,  # [N, 1] or [1, N] uint8 pointers to tiles
-    token,  # of that shape, place in the tile
-    inside,  # of that shape, which tokens to load; None: all
+    token,  # of that shape, index in the tile
+    inside,  # of that shape, the mask of tokens; None for all
     column,  # [1, C] or [C, 1]
-    same_column,  # the same, from ``as_loaded`` where a dot follows
+    same_column,  # the same numbers, from ``as_loaded`` if a dot follows
     LAYOUT: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
@@ -268,21 +268,21 @@ def load_side(
 def as_loaded(
     x,  # int32, not negative
     ptr,  # any pointer to int32
-    never,  # a scalar that is false, but not to the compiler
+    never,  # a scalar that is false, which the compiler does not know
 ):
     """x, as the result of a load.
 
-    Triton has a loop's loads in the layout of a dot's operand, and pipelines
-    them, only if nothing but loads and constants goes into that operand. What
-    else does, like shifts that differ between columns, has to come from a load:
-    this one, whose mask is false and whose default is x.
+    Triton gives a loop's loads the layout of a dot's operand, and pipelines
+    them, only if the operand is made of loads and constants alone. All other
+    numbers in it, such as shifts that differ between columns, have to come from
+    a load: this one, whose mask is false and whose default is x.
     """
     return tl.load(ptr + x, mask=(x >= 0) & never, other=x)
 
 
 @triton.jit
 def scale_value(scale_code):
-    """Value of E5M3 codes as fp16."""
+    """The values of E5M3 codes, fp16."""
     bits = scale_code.to(tl.int16) << _SCALE_SHIFT
     return bits.to(tl.float16, bitcast=True)
 
@@ -298,11 +298,11 @@ def step_positions(
 ):
     """Positions v = u / 4 of one step's levels, fp16, exact.
 
-    The level is put into bits 4 to 7 of 16 as an fp16 number: it then counts quarters.
+    The level goes to bits 4 to 7 of the fp16 number 16, where it counts quarters.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     FOLD: tl.constexpr = COLUMNS // NUM_UNITS
-    # The constant first: a shift by it folds into the masking.
+    # A shift by a constant folds into the masking.
     NIBBLE: tl.constexpr = STEP // 2 + STEP % 2 * 4 if IS_VALUE else STEP
     if FOLD == 1 and NIBBLE > 0:
         bits = (word >> (NIBBLE * 4 - 4)) & 0xF0
@@ -329,8 +329,8 @@ def key_coordinates(
 ):
     """Key coordinates, fp16: the scale times an integer.
 
-    Between 1024 and 2048 fp16 has a step of 1, so adding 1536 rounds the cubic to the
-    integer of the codebook, multiply-adds fused or not.
+    Between 1024 and 2048 fp16 has a step of 1. So adding 1536 rounds the cubic to the
+    codebook's integer, whether multiply-adds are fused or not.
     """
     slope = v * v * COEFFICIENTS[1] + COEFFICIENTS[0]
     return (v * slope + 1536.0 - 1536.0) * scale

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Decode attention over packed pages: split-KV attention, then merge.
 
-One program serves all query heads of a KV head, so a page is read once; more query
-tokens take more programs. The attention runs in rotated space; ``triton.merge`` has
-the way back. Softmax is in base 2.
+One program serves all query heads of a KV head, so a page is read once. More query
+tokens take more programs. Attention runs in rotated space, and ``triton.merge`` rotates
+back. Softmax is in base 2.
 """
 
 from typing import NamedTuple
@@ -36,14 +36,15 @@ from vllm.v1.attention.ops.turbo.triton.soft_cap import in_base_2
 
 
 class DecodeTuning(NamedTuple):
-    """How the decode kernel is launched.
+    """Launch parameters of the decode kernel.
 
     Attributes:
-        block_n: Tokens a step of a program.
-        num_warps: Warps a program. One is best: more would each dequantise
+        block_n: Tokens of a step of a program.
+        num_warps: Warps of a program. One is best: with more, each would dequantise
             the same values.
         num_stages: Depth of the software pipeline.
-        max_registers: 32-bit registers of a thread, on NVIDIA GPUs; None for no limit.
+        max_registers: The most 32-bit registers of a thread, on NVIDIA GPUs; None for
+            no limit.
 
     """
 
@@ -54,12 +55,14 @@ class DecodeTuning(NamedTuple):
 
 
 def default_tuning(head_size: int) -> DecodeTuning:
-    """Launch parameters, chosen on an H200 at head size 128 and GQA 4.
+    """The launch parameters for a head size.
 
-    ``benchmark_turbo_decode.py --variants`` compares others. The time goes into issuing
-    instructions: large blocks repeat the softmax and addresses least, and 168 registers
-    let 12 programs share a multiprocessor. Larger heads would spill then.
+    Issuing instructions takes most of the time. Large blocks repeat the softmax and
+    addresses least, and 168 registers let 12 programs share a multiprocessor. Heads
+    above 128 would spill registers with these.
     """
+    # Tuning: heads of 128, GQA 4, an H200, 2026-11, `benchmark_turbo_decode.py
+    # --variants`, which compares other parameters.
     if head_size <= 128:
         return DecodeTuning(64, 1, 3, max_registers=168)
     return DecodeTuning(32, 1, 2)
@@ -68,16 +71,16 @@ def default_tuning(head_size: int) -> DecodeTuning:
 def num_kv_splits(
     num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """Splits a sequence, so that the programs fill the GPU.
+    """Splits of a sequence, so that the programs fill the GPU.
 
-    It depends on the batch alone, not on the lengths, so a CUDA graph of a
-    batch size keeps its grid.
+    The number depends on the batch and not on lengths, so a CUDA graph of a batch size
+    keeps its grid.
 
     Args:
-        num_seqs: Sequences in the (padded) batch.
+        num_seqs: Sequences of the (padded) batch.
         num_kv_heads: KV heads.
         num_sms: Multiprocessors of the GPU.
-        query_len: Query tokens a sequence.
+        query_len: Query tokens of a sequence.
 
     """
     programs_per_sm = 32
@@ -89,16 +92,16 @@ def num_kv_splits(
 def splits_of_window(
     partials: Partials, batch: DecodeBatch, sliding_window: int, block_n: int
 ) -> Partials:
-    """Room for as many splits as a sliding window has steps, at most.
+    """The scratch for at most as many splits as a sliding window has steps.
 
     Args:
         partials: Scratch for any number of splits.
         batch: The call's sequences.
-        sliding_window: Tokens that a query token sees, at most.
-        block_n: Tokens a step.
+        sliding_window: The most tokens that a query token sees.
+        block_n: Tokens of a step.
 
     """
-    # The first step begins before the window, the last ends behind it.
+    # The first step may begin before the window, and the last may end after it.
     num_steps = triton.cdiv(sliding_window + batch.query_len - 2, block_n) + 1
     num_splits = min(batch.num_splits(partials.lse.shape[0]), num_steps)
     count = num_splits * batch.num_query_slots
@@ -111,14 +114,14 @@ def decode_attention(
     partials: Partials,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
+    """Attend from each sequence's newest tokens to cached ones: an ``AttentionFn``.
 
     Args:
-        query: Of T query tokens, from ``triton.store``.
-        call: The tokens that are attended to, and the output. The merge attends to its
-            newest tokens and its window.
-        partials: Scratch; its size says how many splits a sequence has.
-        tuning: Launch parameters; None for ``default_tuning``'s.
+        query: The rotated queries of T tokens, from ``triton.store``.
+        call: The tokens that are attended to, and the output. The merge attends to the
+            newest tokens and the window.
+        partials: Scratch; its size bounds the splits of a sequence.
+        tuning: Launch parameters; None for those of ``default_tuning``.
 
     """
     kv_cache, layout, batch = call.kv_cache, call.layout, call.batch

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="assignment, misc"
-"""The kernel of ``triton.decode``: attention of a split of a sequence.
+"""The kernel of ``triton.decode``: attention to a split of a sequence.
 
 Names of blocks of values begin with ``b_``, of indices with ``o_``, of masks with
 ``m_``.
@@ -24,12 +24,12 @@ from vllm.v1.attention.ops.turbo.triton.pages import TILE
 
 
 class RawQuery(NamedTuple):
-    """The queries that an offset is multiplied by, which are not rotated.
+    """Strides and factor of the queries that are not rotated, for an offset of K.
 
     Attributes:
-        factor: What their scores are multiplied by.
-        stride_token: Of the queries.
-        stride_head: Likewise.
+        factor: The factor that turns their products with an offset into scores.
+        stride_token: Stride of the queries between tokens, in elements.
+        stride_head: Stride of the queries between heads, in elements.
 
     """
 
@@ -39,14 +39,14 @@ class RawQuery(NamedTuple):
 
 
 class DecodeCase(NamedTuple):
-    """What the kernel is compiled for, besides sizes.
+    """The cases that the kernel is compiled for, besides sizes.
 
     Attributes:
-        step_in_block: Whether a block has whole steps of tokens.
+        step_in_block: Whether a block is a whole number of steps.
         multiple: Whether a sequence may have more than one query token.
-        uniform: Whether all sequences have as many.
+        uniform: Whether all sequences have the same number of query tokens.
         with_newest: Whether the query tokens themselves are left to the merge.
-        sliding: Whether a query token sees ``sliding_window`` tokens at most.
+        sliding: Whether a query token sees at most ``sliding_window`` tokens.
 
     """
 
@@ -70,12 +70,13 @@ def _split_bounds(
     BLOCK_N: tl.constexpr,
     CASE: tl.constexpr,
 ):
-    """Where a sequence's query tokens and a split's tokens lie.
+    """The bounds of a sequence's query tokens and of a split's tokens.
 
     Returns:
-        The first query token among the batch's, and how many there are. How many tokens
-        of the sequence are read. How many the first query token sees, itself the last.
-        The first that any sees. The split's first, and the end of its last.
+        The index of the first query token among the batch's. The number of query
+        tokens. The number of the sequence's tokens that are read. The number that the
+        first query token sees, itself included. The first that any query token sees.
+        The split's first token, and its last (exclusive).
 
     """
     if CASE.uniform:
@@ -109,7 +110,7 @@ def _offset_scores(
     factor,
     LAYOUT: tl.constexpr,
 ):
-    """What scores of a segment's keys lack, in base 2, fp32 [H]."""
+    """The part that scores of a segment's keys lack, in base 2, fp32 [H]."""
     o_d = tl.arange(0, LAYOUT.block_d)
     m_d = o_d < LAYOUT.head_size
     b_offset = tl.load(offset_ptr + o_d, mask=m_d, other=0.0)
@@ -119,7 +120,7 @@ def _offset_scores(
 
 
 @triton.jit(
-    # Of tuples Triton specialises all numbers and pointers, whatever is named here.
+    # Names of tuples have no effect here: Triton specialises all their elements.
     do_not_specialize=[
         "num_splits",
         "max_query_len",
@@ -130,7 +131,7 @@ def _offset_scores(
         "num_segments",
         "sliding_window",
     ],
-    # A call begins with any of the batch's requests.
+    # A call may begin at any request of the batch.
     do_not_specialize_on_alignment=[
         "query_scale_ptr",
         "raw_query_ptr",
@@ -146,17 +147,17 @@ def decode_kernel(
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     block_table_ptr,  # [B, max_blocks]
     seq_lens_ptr,  # [B]
-    whole_lens_ptr,  # [B], with the tokens that are read elsewhere, or None
+    whole_lens_ptr,  # [B], including tokens of the recent window, or None
     query_start_loc_ptr,  # [B + 1]
     partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
     raw_query_ptr,  # [T, Hq, D], not rotated, with an offset
-    offset_ptr,  # [G, H, D] fp32, missing in the scores, or None
+    offset_ptr,  # [G, H, D] fp32, taken off the cached keys, or None
     num_segments,
     raw_query,  # ``RawQuery``, or None
     num_splits,
     max_query_len,
     sliding_window,
-    soft_cap,  # of scores, in base 2, or None; not with an offset
+    soft_cap,  # cap of scores, in base 2, or None; not with an offset
     stride_cache_block: tl.int64,
     stride_cache_head: tl.int64,
     stride_block_table,
@@ -174,7 +175,7 @@ def decode_kernel(
 ):
     """Program (b, h, s): split s // P of sequence b, KV head h.
 
-    P programs share the queries, BLOCK_H each.
+    P programs share the queries, with BLOCK_H queries each.
     """
     HEAD_SIZE: tl.constexpr = LAYOUT.head_size
     COLUMNS: tl.constexpr = LAYOUT.columns
@@ -220,12 +221,12 @@ def decode_kernel(
         b_acc = b_acc + (tl.zeros([BLOCK_C, BLOCK_H], tl.float32),)
     query_scale = tl.load(query_scale_ptr + row, mask=m_h, other=0.0)
     b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    # Of each place in a block, joined behind the loop.
+    # A sum for each index in a block of tokens; they are added after the loop.
     b_sum = tl.zeros([BLOCK_N // 2, BLOCK_H], tl.float32)
     if offset_ptr is not None:
         raw_row = (first_token + query_token).to(tl.int64) * raw_query.stride_token
         raw_row += (kv_head * GROUP + o_h % GROUP) * raw_query.stride_head
-        # Of the segment's scores; the running maximum is without it.
+        # The part that scores of the current segment lack. ``b_max`` is without it.
         missing = tl.zeros([BLOCK_H], tl.float32)
     cache_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     table_ptr = block_table_ptr + batch * stride_block_table
@@ -236,13 +237,13 @@ def decode_kernel(
     o_pair = tl.arange(0, BLOCK_N // 2)
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
         o_n, m_n = step_tokens(start, o_pair, lowest, last, CASE)
-        # Steps, and so their first tokens, begin where tiles do.
+        # A step begins at the start of a tile.
         o_token = 2 * o_pair % TILE
         tile_ptr = step_tiles(
             start, o_pair, m_n[0] | m_n[1], pages, divisor, LAYOUT, CASE
         )
         pair = o_token // 2
-        # Nested, for the second is no constant.
+        # Nested, because the second condition is not a constant.
         if offset_ptr is not None:  # noqa: SIM102
             if (start == first) | (start % OFFSET_SEGMENT == 0):
                 segment = tl.minimum(start // OFFSET_SEGMENT, num_segments - 1)

@@ -3,11 +3,11 @@
 # mypy: disable-error-code="assignment, misc"
 """The phases of a step of ``triton.decode_kernel``.
 
-A step has N tokens, as pairs: even ones and odd ones, N / 2 each. ``columns`` are the
-columns of a step of coordinates, [C], and the same from ``codec.as_loaded``. ``rows``
-says which tokens rows see: their query tokens, [H], how many tokens the first of these
-sees, and how many each sees at most. Names of blocks of values begin with ``b_``, of
-indices with ``o_``, of masks with ``m_``.
+A step has N tokens, as pairs: N / 2 even ones and N / 2 odd ones. ``columns`` has the
+columns of a step of coordinates, [C], and the same numbers from ``codec.as_loaded``.
+``rows`` determines the tokens that rows see: their query tokens, [H], the number of
+tokens that the first of these sees, and the most that each sees. Names of blocks of
+values begin with ``b_``, of indices with ``o_``, of masks with ``m_``.
 """
 
 from vllm.triton_utils import tl, triton
@@ -28,7 +28,7 @@ def load_queries(
     m_query,  # [C, H]
     LAYOUT: tl.constexpr,
 ):
-    """Queries by steps of coordinates, NUM_STEPS of fp16 [C, H]."""
+    """Load queries by steps of coordinates: NUM_STEPS of fp16 [C, H]."""
     b_query = ()
     for i in tl.static_range(LAYOUT.head_size // LAYOUT.columns):
         part = tl.load(p_query + i * LAYOUT.columns, mask=m_query, other=0.0)
@@ -44,11 +44,11 @@ def step_tokens(
     last,
     CASE: tl.constexpr,
 ):
-    """A step's even tokens, [N / 2], and which are read, even and odd: 2 of [N / 2]."""
+    """A step's even tokens, [N / 2], and masks of even and odd ones, 2 of [N / 2]."""
     o_n = start + 2 * o_pair
     m_n = o_n < last, o_n + 1 < last
     if CASE.sliding:
-        # Before, blocks may be another sequence's.
+        # Blocks before ``lowest`` may belong to another sequence.
         m_n = m_n[0] & (o_n >= lowest), m_n[1] & (o_n + 1 >= lowest)
     return o_n, m_n
 
@@ -58,8 +58,8 @@ def step_tiles(
     start,
     o_pair,  # [N / 2]
     m_pair,  # [N / 2], whether a token of the pair is read
-    pages,  # pointer to the KV head's, stride of a block, the sequence's block table
-    divisor,  # see ``pages.block_divisor``
+    pages,  # pointer to the KV head's pages, stride of a block, sequence's block table
+    divisor,  # from ``pages.block_divisor``
     LAYOUT: tl.constexpr,
     CASE: tl.constexpr,
 ):
@@ -81,7 +81,7 @@ def step_tiles(
 def _scores(
     b_query,  # NUM_STEPS of [C, H] fp16
     tile_ptr,  # [N]
-    o_token,  # [N], place in the tile
+    o_token,  # [N], index in the tile
     columns,
     LAYOUT: tl.constexpr,
 ):
@@ -93,7 +93,7 @@ def _scores(
     o_token = o_token[:, None]
     o_column = columns[0][None, :]
     same_column = columns[1][None, :]
-    # All that the table has may be read: what is not the sequence's is left out later.
+    # Any block of the table may be read: scores of other tokens are masked later.
     word, b_scale = load_side(
         tile_ptr, o_token, None, o_column, same_column, LAYOUT, False
     )
@@ -120,7 +120,7 @@ def _seen_scores(
     soft_cap,
     CASE: tl.constexpr,
 ):
-    """Scores, capped, and -inf where a row does not see the token."""
+    """Capped scores, -inf where a row does not see the token."""
     if soft_cap is not None:
         b_score = capped(b_score, soft_cap)
     b_score = tl.where(m_n[:, None], b_score, float("-inf"))
@@ -140,8 +140,8 @@ def step_scores(
     query_scale,  # [H]
     tile_ptr,  # [N / 2]
     o_n,  # [N / 2], even tokens
-    o_token,  # [N / 2], their places in tiles
-    m_n,  # 2 of [N / 2], which tokens are read, even and odd
+    o_token,  # [N / 2], their indices in tiles
+    m_n,  # 2 of [N / 2], masks of even and odd tokens
     columns,
     rows,
     soft_cap,  # in base 2, or None
@@ -166,11 +166,11 @@ def rescaled(
     b_score,  # 2 of [N / 2, H]
     CASE: tl.constexpr,
 ):
-    """An online softmax's sums relative to the largest score, with those of a step."""
+    """An online softmax's sums, rescaled to the largest score including a step's."""
     new_max = tl.max(tl.maximum(b_score[0], b_score[1]), 0)
     new_max = tl.maximum(b_max, new_max)
     if CASE.sliding or (CASE.multiple and not CASE.with_newest):
-        # A query may see none of the tokens so far.
+        # A query may have seen no token so far.
         new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
     rescale = tl.exp2(b_max - new_max)
     b_sum = b_sum * rescale[None, :]
@@ -192,12 +192,12 @@ def _add_values(
     LAYOUT: tl.constexpr,
     TOKEN: tl.constexpr,
 ):
-    """Add V^T P of the even or (TOKEN 1) odd tokens of pairs."""
+    """Add V^T P of the even (TOKEN 0) or odd (TOKEN 1) tokens of pairs."""
     COLUMNS: tl.constexpr = LAYOUT.columns
     HEAD_SIZE: tl.constexpr = LAYOUT.head_size
     SCALE_WORDS: tl.constexpr = LAYOUT.scale_words
     o_column, same_column = columns
-    # The cache holds any bytes where there is no token, but zero times infinity is
+    # Where there is no token the cache may hold infinity, and zero times infinity is
     # not zero.
     m_n = m_n[None, :]
     group, _, _ = value_places(o_column[:, None], COLUMNS, HEAD_SIZE)
@@ -233,7 +233,7 @@ def attend(
     columns,
     LAYOUT: tl.constexpr,
 ):
-    """Add a step's weights and values to the sums, which are relative to b_max."""
+    """Add a step's weights and weighted values to the sums, relative to ``b_max``."""
     HEAD_SIZE: tl.constexpr = LAYOUT.head_size
     COLUMNS: tl.constexpr = LAYOUT.columns
     BITS: tl.constexpr = LAYOUT.value_bits

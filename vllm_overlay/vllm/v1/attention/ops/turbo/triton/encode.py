@@ -4,8 +4,8 @@
 """The encoder of the turbo format: from vectors to the bytes of a tile.
 
 Rotated vectors come in steps: column f * BLOCK_U + c of step i is code i * FOLD + f of
-the unit of column c, in the order of ``triton_scales``. CODEBOOK is ``constants`` of a
-codebook of four bits, or ``triton_trellis.trellis_constants`` of one of three.
+the unit of column c, in the order of ``triton.scales``. CODEBOOK is ``constants`` of a
+codebook of four bits, or ``trellis.trellis_constants`` of one of three bits.
 """
 
 from vllm.triton_utils import tl, triton
@@ -41,23 +41,23 @@ _HALF = tl.constexpr(fmt.NUM_LEVELS // 2)
 _STEPS = tl.constexpr(fmt.SCALE_GROUP)
 _SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
 _PRODUCT_UNIT = tl.constexpr(float(1 << fmt.PRODUCT_FRACTION_BITS))
-# Triton divides approximately.
+# A product, because Triton divides approximately.
 _INVERSE_UNIT = tl.constexpr(1.0 / (1 << fmt.PRODUCT_FRACTION_BITS))
 _UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS)
 _UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
 _BIAS_WEIGHT = tl.constexpr(fmt.BIAS_WEIGHT)
-# No coordinate has this number.
+# The index of no coordinate.
 _NONE = tl.constexpr(1 << 20)
 
 
 def constants(codebook: Codebook) -> tuple:
-    """Magnitudes, thresholds between them, and the gain of products if unbiased."""
+    """Magnitudes, the thresholds between them, and the gain of products; 0 without."""
     gain = fp32(codebook.gain * (1 << fmt.PRODUCT_FRACTION_BITS))
     gain = gain if codebook.unbiased else 0.0
     return codebook.magnitudes, codebook.thresholds, gain
 
 
-# Not arguments: a launch takes time for each of those.
+# Globals, because each argument makes a launch slower.
 _KEYS_4 = tl.constexpr(constants(fmt.KEY_CODEBOOKS[4]))
 _KEYS_3 = tl.constexpr(trellis_constants(fmt.KEY_CODEBOOKS[3]))
 _VALUES_4 = tl.constexpr(constants(fmt.VALUE_CODEBOOKS[4]))
@@ -73,7 +73,7 @@ def _magnitude(y):
 
 @triton.jit
 def _level_of(index, CODEBOOK: tl.constexpr):
-    """Magnitudes of levels of the upper half, fp32."""
+    """Magnitudes of the levels with these indices in the upper half, fp32."""
     MAGNITUDES: tl.constexpr = CODEBOOK[0]
     level = tl.full(index.shape, MAGNITUDES[0], tl.float32)
     for j in tl.static_range(1, _HALF):
@@ -87,7 +87,7 @@ def _nearest_index(
     scale,  # [T, C] fp32
     CODEBOOK: tl.constexpr,
 ):
-    """The nearest level of the upper half, as an index, int32 [T, C]."""
+    """Indices of the nearest levels in the upper half, int32 [T, C]."""
     THRESHOLDS: tl.constexpr = CODEBOOK[1]
     index = tl.zeros(scale.shape, tl.int32)
     for j in tl.static_range(_HALF - 1):
@@ -103,7 +103,10 @@ def _unbiasing_factor(
     square,  # [T] fp32, of the vectors
     CODEBOOK: tl.constexpr,
 ):
-    """See ``reference.codec._unbiased``: the factor, and what it leaves, fp32 [T]."""
+    """The factor of ``reference.codec._unbiased`` and the rest that it leaves.
+
+    Both are fp32 [T].
+    """
     factor = tl.full(square.shape, 1.0, tl.float32)
     best_factor = factor
     best_rest = tl.full(square.shape, float("inf"), tl.float32)
@@ -143,9 +146,9 @@ def _code_to_move(
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """The coordinate whose code is to move to the next level: int32 [T].
+    """The coordinate whose code moves to the next level, or ``_NONE``: int32 [T].
 
-    See ``reference.codec._unbiased``.
+    ``reference.codec._unbiased`` has the rule.
     """
     GAIN: tl.constexpr = CODEBOOK[2]
     outwards = tl.where(rest > 0, 1, -1)[:, None]
@@ -242,7 +245,7 @@ def _by_trellis(
     y,  # 8 of [T, U] fp32
     BLOCK_G: tl.constexpr,
 ):
-    """Vectors as 16 of [T, G], in the order of a trellis, up to SCALE_MAX."""
+    """Vectors as 16 of [T, G], in a trellis's order, clamped to SCALE_MAX."""
     result = ()
     for i in tl.static_range(len(y)):
         parts = tl.reshape(_clamped(y[i]), [y[i].shape[0], 2, BLOCK_G])
@@ -268,8 +271,8 @@ def _by_trellis_through(
 ):
     """``_by_trellis`` by way of memory.
 
-    A dot's result has four elements a thread and repeats them in warps that have none.
-    What is loaded has one, so that the threads' chains of steps are a quarter as long.
+    A dot's result has four elements a thread, and copies of them in idle warps. Loaded
+    numbers have one element a thread, so that each has a quarter of the steps to do.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
@@ -293,7 +296,7 @@ def _by_trellis_through(
 def encode_vectors(
     x_ptr,  # [T] pointers to vectors
     tile_ptr,  # [T] uint8 pointers to tiles
-    token,  # [T] place in the tile
+    token,  # [T] index in the tile
     token_mask,  # [T]
     matrix_ptr,  # [D, D] fp16, entries +-1
     scratch_ptr,  # [T] fp32 pointers to room for a vector each, or None
@@ -310,11 +313,11 @@ def encode_vectors(
     offset_ptr=None,  # [T] pointers to fp32 vectors, taken off first
     IS_LATENT: tl.constexpr = False,
 ):
-    """Rotate and quantise vectors of one side, or latents, into their tiles.
+    """Rotate and quantise vectors of K or V, or latents, into their tiles.
 
-    Of latents, which have a group's coordinates side by side, coordinate r here is the
-    rotated vector's ``r % G * 16 + r // G``, and the matrix has its columns in this
-    order. The rest is as of keys, but for the words.
+    Latents have a group's coordinates side by side: coordinate r here is coordinate
+    ``r % G * 16 + r // G`` of the rotated latent, and the matrix has its columns in
+    this order. All else but the order of words is as for keys.
     """
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
@@ -342,7 +345,8 @@ def encode_vectors(
         u = unit_of_column(tl.arange(0, BLOCK_U), NUM_UNITS, BLOCK_G, NUM_GROUPS)
         mask = token_mask[:, None] & (u < NUM_UNITS)[None, :]
         if IS_LATENT:
-            # Codes of one parity are half of a word: 0 to 3, and of the next 4 to 7.
+            # Half of a word has codes 0 to 3 of a unit. The same half of the next word
+            # has codes 4 to 7.
             row_ptr = (tile_ptr + (CODES_OFFSET + token * (HEAD_SIZE // 2)))[:, None]
             half = u % NUM_GROUPS * 4 + u // NUM_GROUPS
             p_half = row_ptr.to(tl.pointer_type(tl.int16)) + half[None, :]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is broken in one sequence, kept from the others of a prefill."""
+"""Keeps non-finite values of one sequence from the others of a prefill."""
 
 import torch
 
@@ -9,8 +9,9 @@ from vllm.triton_utils import tl, triton
 
 @triton.jit
 def isolated(key, value):
-    """Of vectors, [N, D], V without what is not finite and K to say where that was, in
-    fp32: see ``isolate_broken_values``.
+    """K and V, [N, D] fp32, as ``isolate_broken_values`` has them.
+
+    A vector of V that is not finite becomes zero, and its key NaN.
     """
     # Infinities and NaN have the largest exponent.
     exponent = value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
@@ -59,17 +60,17 @@ def isolate_broken_values(
     isolated_key: torch.Tensor,
     isolated_value: torch.Tensor,
 ) -> None:
-    """Copy K and V so that NaN and infinities of a sequence reach no other one.
+    """Copy K and V so that NaN and infinity of a sequence reach no other sequence.
 
-    FlashAttention loads K and V in tiles. Those of a tile that are the next sequence's
-    have a weight of zero, which makes neither NaN nor infinity zero; scores are masked,
-    whatever they are. So V is zeroed where it is not finite, and K becomes NaN there:
-    who sees the token has NaN as an output.
+    FlashAttention loads K and V in tiles, and a tile may end in tokens of the next
+    sequence. Their weight is zero, but zero times NaN or infinity is NaN. Their scores
+    are masked, whatever they are. So a vector of V that is not finite becomes zero, and
+    its key becomes NaN: a query that sees the token gets NaN.
 
     Args:
         key: (T, H, D), last axis contiguous.
         value: (T, H, D), likewise.
-        isolated_key: (T, H, D) contiguous, of that dtype, written.
+        isolated_key: (T, H, D) contiguous, of the same dtype, written.
         isolated_value: (T, H, D), likewise.
 
     """

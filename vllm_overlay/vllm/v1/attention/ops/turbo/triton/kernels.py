@@ -22,7 +22,7 @@ from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 
 class TritonKernels(NamedTuple):
-    """See ``KernelSet``: for any GPU. Prefill serves what CUDA's have extends for."""
+    """The ``KernelSet`` for any GPU. It has no extends: a prefill serves these."""
 
     reason: str = ""
     name: str = TRITON

@@ -3,9 +3,9 @@
 # mypy: disable-error-code="assignment"
 """Unpacking of latents and rotary keys, for Triton kernels (see ``latent.format``).
 
-Codes of three bits become words of those of four, so what follows is the same. A latent
-is decoded by chunks, each of the coordinates that share a word of scales. All tokens
-that are named are read: whoever has fewer names one of them again.
+Codes of three bits become words of four-bit codes, and are decoded like these. A latent
+is decoded in chunks, each of the coordinates that share a word of scales. There are no
+masks: a caller with fewer tokens than a block repeats one of them.
 """
 
 from functools import cache
@@ -31,20 +31,20 @@ _INVERSE_ROPE_UNIT = tl.constexpr(1 / (latent_fmt.ROPE_CODE_MAX + 1))
 
 
 class LatentLayout(NamedTuple):
-    """Constants of a format as one argument of a kernel that reads pages, LAYOUT.
+    """The constants of a format, as the argument LAYOUT of kernels that read pages.
 
     Attributes:
         bits: Bits of a code.
-        coefficients: See ``format.Codebook``, times the gain.
-        scale_words: ``format.ScaleWords`` of a chunk, as a tuple: of one word.
-        paths_offset: Where path bits begin in a tile; codes are at 0.
-        rope_offset: Where rotary codes begin.
-        scales_offset: Where the latents' scales begin.
-        rope_scales_offset: Where the rotary codes' do.
+        coefficients: ``format.Codebook.coefficients`` times the gain.
+        scale_words: ``format.ScaleWords`` of a chunk, which has one word, as a tuple.
+        paths_offset: Bytes in a tile before the path bits; codes are at 0.
+        rope_offset: Bytes before the rotary codes.
+        scales_offset: Bytes before the latents' scales.
+        rope_scales_offset: Bytes before the rotary codes' scales.
         tile_bytes: Bytes of a tile.
-        rank: L.
+        rank: L, coordinates of a latent.
         chunk: Coordinates that share a word of scales.
-        rope: R.
+        rope: R, coordinates of a rotary key.
 
     """
 
@@ -80,8 +80,10 @@ def latent_layout(layout: LatentFormat) -> LatentLayout:
 
 
 def _word_ptx() -> str:
-    """PTX of the coordinates of a word: $0 to $7, of which $8 is the word, and $9 and
-    $10 are its scale times the coefficients.
+    """PTX that decodes a word.
+
+    $0 to $7 are the coordinates, $8 the word, $9 and $10 its scale times the
+    coefficients.
     """
     lines = [
         ".reg .b32 x, v, y, a, b, center;",
@@ -93,7 +95,7 @@ def _word_ptx() -> str:
     for k, shift in enumerate((*shifts, "shr.u32 x, $8, 8;")):
         lines += [
             shift,
-            # 16 + code / 4, see codec.step_positions.
+            # 16 + code / 4, as in codec.step_positions.
             "lop3.b32 v, x, 0x00F000F0, 0x4C004C00, 0xEA;",
             "add.rn.f16x2 v, v, center;",
             "abs.f16x2 y, v;",
@@ -110,7 +112,7 @@ _WORD_CONSTRAINTS = tl.constexpr("=&h," * 8 + "r,h,h")
 
 @triton.jit
 def _spread(bits):
-    """Bits 2 * k of both halves of int32 to bits 4 * k."""
+    """Move bits 2 * k of both halves of int32 to bits 4 * k."""
     bits = bits & 0x00550055
     bits = (bits | bits << 4) & 0x05050505
     return (bits | bits << 2) & 0x11111111
@@ -119,11 +121,11 @@ def _spread(bits):
 @triton.jit
 def load_latent_words(
     tile_ptr,  # [N, 1] uint8 pointers to tiles
-    token,  # [N, 1] place in the tile
+    token,  # [N, 1] index in the tile
     word,  # [1, W]
     LAYOUT: tl.constexpr,
 ):
-    """Load codes as words of four bits each, int32 [N, W]: even ones below odd ones."""
+    """Load words of four-bit codes, int32 [N, W], even codes in the lower half."""
     RANK: tl.constexpr = LAYOUT.rank
     if LAYOUT.bits == 4:
         row_ptr = tile_ptr + token * (RANK // 2)
@@ -136,7 +138,7 @@ def load_latent_words(
     row_ptr = tile_ptr + (LAYOUT.paths_offset + token * (RANK // 8))
     p_path = row_ptr.to(tl.pointer_type(tl.int16)) + word // _GROUP_WORDS
     path = tl.load(p_path).to(tl.int32) & 0xFFFF
-    # Those of the word, and of the two codes before it.
+    # Path bits of the two codes before the word, and of the word.
     path = (path << 2) >> (word % _GROUP_WORDS * _WORD_CODES)
     differs = path >> 2 ^ path
     low = path >> 1 & 0xFF | (differs & 0xFF) << 16
@@ -153,7 +155,7 @@ def latent_coordinates(
     scale,  # [N, W] fp16
     COEFFICIENTS: tl.constexpr,
 ):
-    """Rotated coordinates, with the gain, fp16 [N, 8 * W]."""
+    """Rotated coordinates times the gain, fp16 [N, 8 * W]."""
     scale = scale.to(tl.float32)
     linear = (scale * COEFFICIENTS[0]).to(tl.float16)
     quadratic = (scale * COEFFICIENTS[1]).to(tl.float16)
@@ -181,7 +183,7 @@ def latent_coordinates(
             code = word >> (4 * (j // 2 + j % 2 * 4)) & 0xF
             v = code.to(tl.float16) * 0.25 - 15 / 8
             x = x + (v * (linear + quadratic * tl.abs(v)),)
-    # The last to be joined are next to each other.
+    # Numbers that are joined last end up next to each other.
     upper = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
     lower = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
     joined = tl.join(upper, lower)
@@ -191,7 +193,7 @@ def latent_coordinates(
 @triton.jit
 def load_latents(
     tile_ptr,  # [N] uint8 pointers to tiles
-    token,  # [N] place in the tile
+    token,  # [N] index in the tile
     INDEX: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
@@ -218,13 +220,13 @@ def load_latents(
 @triton.jit
 def load_ropes(
     tile_ptr,  # [N] uint8 pointers to tiles
-    token,  # [N] place in the tile
+    token,  # [N] index in the tile
     LAYOUT: tl.constexpr,
 ):
     """Load rotary coordinates in units of ROPE_UNIT, fp16 [N, ROPE].
 
-    None is rounded: a code has 7 bits and a scale 4, and there is an fp16 number for
-    the largest product, and for the last bit of the smallest.
+    None is rounded: a code has 7 significant bits and a scale 4. fp16 holds both the
+    largest product and the last bit of the smallest.
     """
     ROPE: tl.constexpr = LAYOUT.rope
     tl.static_assert(ROPE == _GROUP * 4)

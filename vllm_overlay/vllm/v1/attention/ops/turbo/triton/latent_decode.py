@@ -3,7 +3,7 @@
 """Decode attention of MLA over packed pages: split-KV attention, then merge.
 
 K and V are one latent, decoded once to fp16 for both products. Rows are the query heads
-of a sequence's query tokens, a block of them a program. Softmax is in base 2.
+of a sequence's query tokens, and a program has a block of rows. Softmax is in base 2.
 """
 
 from functools import cache
@@ -29,12 +29,12 @@ from vllm.v1.attention.ops.turbo.triton.pages import block_divisor
 
 
 class LatentTuning(NamedTuple):
-    """How the decode kernel is launched.
+    """Launch parameters of the decode kernel.
 
     Attributes:
-        block_h: Rows a program.
-        block_n: Tokens a step of a program.
-        num_warps: Warps a program.
+        block_h: Rows of a program.
+        block_n: Tokens of a step of a program.
+        num_warps: Warps of a program.
         num_stages: Depth of the software pipeline.
 
     """
@@ -45,13 +45,13 @@ class LatentTuning(NamedTuple):
     num_stages: int
 
 
-# As much as leaves room for 100 KiB of shared memory.
+# Fits in 100 KiB of shared memory.
 SMALL_TILE = LatentTuning(16, 32, 4, 2)
-# The rows of a warp group's tensor core instructions, which Hopper alone has: tokens
-# are decoded once for four times as many. 147 KiB of shared memory. Of codes of three
-# bits Triton 3.6 does not compile it.
+# The rows of a warpgroup's tensor core instructions, which only Hopper has: tokens are
+# decoded once for four times as many rows. It takes 147 KiB of shared memory. Triton
+# 3.6 does not compile it for codes of three bits.
 LARGE_TILE = LatentTuning(64, 64, 8, 1)
-# What of either runs at once: they are limited by registers.
+# Warps that a multiprocessor runs at once with either tile, limited by registers.
 _WARPS_PER_SM = 8
 
 
@@ -61,17 +61,18 @@ def _is_hopper() -> bool:
 
 
 def default_tuning(num_rows: int, bits: int = 4) -> LatentTuning:
-    """Launch parameters.
-
-    On an H200, of 32 sequences of 32768 tokens, 16 rows take 562 us by small tiles and
-    858 by large ones, 20 rows 1108 and 860, 64 rows 862 by large ones; 20 rows by tiles
-    of 32 and mma.sync take 1317.
+    """The launch parameters for a number of rows.
 
     Args:
-        num_rows: Query heads times query tokens of a sequence, at most.
+        num_rows: The most query heads times query tokens of a sequence.
         bits: Bits of a code.
 
     """
+    # Tuning: us of small / large tiles, 32 x 32768, an H200, 2026-11, rows of
+    # benchmarks/results/h200/mla_triton.jsonl.
+    # 16 rows: 562 / 858.
+    # 20 rows: 1108 / 860, and 1317 by tiles of 32 rows without warpgroups.
+    # 64 rows: 862 by large tiles.
     if num_rows > SMALL_TILE.block_h and bits == 4 and _is_hopper():
         return LARGE_TILE
     return SMALL_TILE
@@ -116,10 +117,10 @@ def _merge_latent_kernel(
     p_lse = partial_lse_ptr + first_partial + s * split_rows
     lse = tl.load(p_lse, mask=s < num_splits, other=float("-inf"))
     largest = tl.max(lse, 0)
-    # A row without tokens has no finite LSE: its output is zero.
+    # A row without tokens has an LSE of -inf, and its output is zero.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(lse - largest), 0)
-    # Not "> 0": a NaN stays one.
+    # Not "> 0", so that NaN is kept.
     reciprocal = tl.where(total != 0, 1 / total, 0.0)
     c = tl.arange(0, RANK)
     combined = tl.zeros([RANK], tl.float32)
@@ -131,7 +132,7 @@ def _merge_latent_kernel(
             partial_lse_ptr + partial_row, mask=mask, other=float("-inf")
         )
         weight = tl.exp2(some_lse - largest) * reciprocal
-        # Splits without tokens were not written. A NaN stays one.
+        # Splits without tokens were not written. NaN is kept.
         written = (weight != 0)[:, None] & (c >= 0)[None, :]
         p_partial = partial_ptr + (partial_row * RANK)[:, None] + c[None, :]
         partial = tl.load(p_partial, mask=written, other=0.0)
@@ -146,7 +147,7 @@ def _merge_latent_kernel(
 def num_decode_splits(
     num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """See ``latent.interface.LatentSplitsFn``: as many as run at once."""
+    """A ``LatentSplitsFn``: as many splits as run at once."""
     num_rows = query_len * num_heads
     tuning = default_tuning(num_rows)
     programs = max(1, num_seqs * triton.cdiv(num_rows, tuning.block_h))
@@ -166,7 +167,7 @@ def decode_attention(
     scale: float,
     tuning: LatentTuning | None = None,
 ) -> None:
-    """See ``latent.interface.LatentAttentionFn``; ``tuning`` is for benchmarks."""
+    """A ``latent.interface.LatentAttentionFn``; ``tuning`` is for benchmarks."""
     num_heads = query.shape[1]
     check_latent_pages(kv_cache, layout)
     num_splits = check_latent_query(

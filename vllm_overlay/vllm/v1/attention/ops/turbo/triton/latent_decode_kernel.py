@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="assignment"
-"""The kernel of ``triton.latent_decode``: attention of a split of a sequence.
+"""The kernel of ``triton.latent_decode``: attention to a split of a sequence.
 
 Names of blocks of values begin with ``b_``, of indices with ``o_``, of masks with
 ``m_``.
@@ -20,7 +20,7 @@ from vllm.v1.attention.ops.turbo.triton.scales import exponent_of, power_of_two
 
 
 class LatentStrides(NamedTuple):
-    """Between tokens, and between heads of a token."""
+    """Strides between tokens, and between heads of a token, in elements."""
 
     query_token: int
     query_head: int
@@ -62,11 +62,14 @@ def _load_queries(
     score_factor,
     LAYOUT: tl.constexpr,
 ):
-    """Queries in fp16: by chunks, NUM_CHUNKS of [H, CHUNK]; rotary ones, [H, R]; and
-    what their products are times to be scores, fp32 [H].
+    """Load queries in fp16, rows scaled to near 1 by powers of two that are normal.
 
-    bf16 has numbers that fp16 has not: rows are near 1, by powers of two that are
-    normal.
+    They are scaled because bf16 has numbers that fp16 does not have.
+
+    Returns:
+        Latent parts by chunks, NUM_CHUNKS of [H, CHUNK]; rotary parts, [H, R]; and the
+        factors that turn products into scores, fp32 [H].
+
     """
     RANK: tl.constexpr = LAYOUT.rank
     CHUNK: tl.constexpr = LAYOUT.chunk
@@ -93,10 +96,13 @@ def _scores(
     b_query,  # NUM_CHUNKS of [H, CHUNK] fp16
     b_rope,  # [H, R] fp16, or None
     tile_ptr,  # [N]
-    o_token,  # [N], place in the tile
+    o_token,  # [N], index in the tile
     LAYOUT: tl.constexpr,
 ):
-    """Products of rows and tokens, fp32 [H, N], and the latents, fp16 [N, CHUNK]."""
+    """Products of rows and tokens, fp32 [H, N], and latents, NUM_CHUNKS of [N, CHUNK].
+
+    Latents are fp16.
+    """
     b_score = tl.zeros([b_query[0].shape[0], o_token.shape[0]], tl.float32)
     b_latent = ()
     for i in tl.static_range(len(b_query)):
@@ -118,10 +124,10 @@ def _attend(
     b_latent,  # NUM_CHUNKS of [N, CHUNK] fp16
     MULTIPLE: tl.constexpr,
 ):
-    """An online softmax's sums with a step's tokens."""
+    """Add a step's tokens to an online softmax's sums."""
     new_max = tl.maximum(b_max, tl.max(b_score, 1))
     if MULTIPLE:
-        # A row may see none of the tokens so far.
+        # A row may have seen no token so far.
         new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
     rescale = tl.exp2(b_max - new_max)
     b_weight = tl.exp2(b_score - new_max[:, None])
@@ -143,7 +149,7 @@ def _attend(
         "block_multiplier",
         "stride_block_table",
     ],
-    # A call begins with any of the batch's requests.
+    # A call may begin at any request of the batch.
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "seq_lens_ptr",
@@ -199,11 +205,11 @@ def decode_latent_kernel(
     o_h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     m_h = o_h < query_len * NUM_HEADS
     query_token = o_h // NUM_HEADS
-    # Tokens up to the row's own.
+    # The tokens that a row sees, up to its own.
     end = seq_len - query_len + 1 + query_token
     partial_row = (batch * num_splits + split) * (max_query_len * NUM_HEADS) + o_h
     p_lse = partials.lse + partial_row
-    # What no row of the program sees is not read.
+    # Tokens that no row of the program sees are not read.
     last_token = (tl.program_id(0) * BLOCK_H + BLOCK_H - 1) // NUM_HEADS
     last = tl.minimum(last, seq_len - query_len + 1 + last_token)
     if first >= last:
@@ -224,7 +230,7 @@ def decode_latent_kernel(
 
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
         o_n = start + tl.arange(0, BLOCK_N)
-        # Past the end the last token again, for recycled pages may hold NaN.
+        # Past the end the last token is repeated, because recycled pages may hold NaN.
         own = tl.minimum(o_n, last - 1)
         place, tile = divide_by_block(
             own // TILE, tiles_per_block, block_shift, block_multiplier

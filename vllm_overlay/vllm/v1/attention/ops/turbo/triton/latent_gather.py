@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="assignment"
-"""Gather for MLA: dequantise cached context for prefill, rotated back."""
+"""Gather for MLA: dequantises cached context for a prefill, and rotates it back."""
 
 import torch
 
@@ -30,7 +30,7 @@ from vllm.v1.attention.ops.turbo.triton.pages import (
         "block_multiplier",
         "stride_block_table",
     ],
-    # They are parts of one tensor.
+    # These are slices of one tensor.
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "cu_seq_lens_ptr",
@@ -82,7 +82,7 @@ def _gather_latent_kernel(
     for i in tl.static_range(RANK // CHUNK):
         latents = latents + (load_latents(tile_ptr, token, i, LAYOUT),)
     k = tl.arange(0, CHUNK)
-    # A pipeline would take the shared memory of more than one stage of the matrix.
+    # A pipeline would hold more than one stage of the matrix in shared memory.
     for start in tl.range(0, RANK, BLOCK_C, num_stages=1):
         c = start + tl.arange(0, BLOCK_C)
         rotated = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -109,13 +109,13 @@ def gather(
     num_tokens: int,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """See ``latent.interface.LatentGatherFn``."""
+    """A ``latent.interface.LatentGatherFn``."""
     check_latent_pages(kv_cache, layout)
     assert output.shape[0] >= num_tokens and output.shape[1] == layout.head_size
     assert output.stride(1) == block_table.stride(1) == 1
     if num_tokens == 0:
         return
-    # More tokens read the matrix less often, but there is shared memory for these.
+    # As many tokens as fit in shared memory: each program reads the whole matrix.
     block_t = 64
     _gather_latent_kernel[(triton.cdiv(num_tokens, block_t),)](
         kv_cache,

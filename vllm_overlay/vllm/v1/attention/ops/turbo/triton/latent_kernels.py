@@ -23,7 +23,7 @@ from vllm.v1.attention.ops.turbo.triton import (
 
 
 class TritonLatentKernels(NamedTuple):
-    """See ``LatentKernels``: for any GPU."""
+    """The ``LatentKernels`` for any GPU."""
 
     reason: str = ""
     name: str = TRITON

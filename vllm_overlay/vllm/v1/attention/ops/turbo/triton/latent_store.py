@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="assignment"
-"""Store for MLA: latents are rotated and quantised, rotary keys are rounded to 8 bits,
-in one launch.
+"""Store for MLA: one launch rotates and quantises latents, and rounds rotary keys to
+8 bits.
 """
 
 from functools import cache
@@ -33,10 +33,12 @@ _INVERSE_CODE_MAX = tl.constexpr(1 / latent_fmt.ROPE_CODE_MAX)
 def _smallest_scale(
     largest,  # fp32, of any shape
 ):
-    """Code of the smallest scale that holds a magnitude, int32: see
-    ``reference.latent.quantize_rope``.
+    """Codes of the smallest scales that hold these magnitudes, int32.
+
+    They equal those of ``reference.latent.quantize_rope``.
     """
-    # The quotient may be off by its rounding: its code by one, the code below's by two.
+    # The quotient is rounded, so the floor's code may be off by one: the smallest scale
+    # has a code from one below it to two above it.
     code = scale_floor(largest * _INVERSE_CODE_MAX) - 1
     code = tl.minimum(tl.maximum(code, 0), _SCALE_CODE_MAX)
     for _ in tl.static_range(3):
@@ -49,13 +51,13 @@ def _smallest_scale(
 def _encode_rope(
     x_ptr,  # [T] pointers to vectors
     tile_ptr,  # [T] uint8 pointers to tiles
-    token,  # [T] place in the tile
+    token,  # [T] index in the tile
     token_mask,  # [T]
     ROPE: tl.constexpr,
     ROPE_OFFSET: tl.constexpr,
     SCALES_OFFSET: tl.constexpr,
 ):
-    """Round rotary keys to int8 with a scale a group."""
+    """Round rotary keys to int8, with a scale for each group."""
     group = tl.arange(0, ROPE // _GROUP)
     r = group[None, :, None] * _GROUP + tl.arange(0, _GROUP)[None, None, :]
     mask = token_mask[:, None, None]
@@ -99,9 +101,7 @@ def _store_latent_kernel(
     BLOCK_T: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """Program (i, j): tokens [i * BLOCK_T, ...), of these the latents (j = 0) or the
-    rotary keys.
-    """
+    """Program (i, j): latents (j = 0) or rotary keys of tokens [i * BLOCK_T, ...)."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slot_mapping_ptr + t, mask=t < num_tokens, other=-1).to(tl.int64)
     mask = slot >= 0
@@ -110,7 +110,7 @@ def _store_latent_kernel(
     tile_ptr, token = tile_pointers(page_ptr, slot % block_size, TILE_BYTES)
     if tl.program_id(1) == 0:
         row_ptr = None if scratch_ptr is None else scratch_ptr + t * RANK
-        # Codes of three bits need a step for each code, or the scratch.
+        # Three-bit codes need either a step for each code, or the scratch.
         OWN_FOLD: tl.constexpr = FOLD if BITS == 4 or scratch_ptr is not None else 1
         encode_vectors(
             kv_c_ptr + t * stride_kv_c_token,
@@ -145,12 +145,13 @@ def _store_latent_kernel(
 
 @cache
 def encoder_matrix(rank: int, device: torch.device) -> torch.Tensor:
-    """The rotation with its columns in the order that vectors are encoded in, so that
-    what a step loads is contiguous.
+    """The rotation with its columns in the encoder's order.
+
+    A step of the encoder then loads contiguous columns.
 
     Args:
-        rank: L.
-        device: Where it is kept.
+        rank: L, coordinates of a latent.
+        device: The device that keeps it.
 
     Returns:
         (L, L) contiguous fp16, entries +-1: column e * L / 16 + g is coordinate
@@ -163,14 +164,16 @@ def encoder_matrix(rank: int, device: torch.device) -> torch.Tensor:
 
 
 def default_tuning(rank: int) -> StoreTuning:
-    """Launch parameters by what compiles to few spills: with half as many warps a
-    latent of 512 has eight times as many.
+    """The launch parameters for a rank.
+
+    They spill few registers: with half as many warps, a latent of 512 spills eight
+    times as many.
     """
     return StoreTuning(block_t=16, fold=2 if rank <= 256 else 1, num_warps=8)
 
 
 def store_sizes(layout: LatentFormat) -> list[int]:
-    """Numbers of tokens of which each takes other launch parameters."""
+    """Numbers of tokens that each have different launch parameters."""
     return [1, SMALL_BATCH + 1]
 
 
@@ -181,7 +184,7 @@ def store(
     k_pe: torch.Tensor | None,
     layout: LatentFormat,
 ) -> None:
-    """See ``latent.interface.LatentStoreFn``."""
+    """A ``latent.interface.LatentStoreFn``."""
     num_tokens, rank = slot_mapping.shape[0], layout.rank
     check_latent_pages(kv_cache, layout)
     assert kv_c.shape[0] >= num_tokens and kv_c.shape[1] == rank, kv_c.shape
@@ -224,6 +227,6 @@ def store(
         BLOCK_T=tuning.block_t,
         FOLD=tuning.fold,
         num_warps=tuning.num_warps,
-        # The bytes are exact: no multiply-add may be fused.
+        # A fused multiply-add would change the stored bytes.
         enable_fp_fusion=False,
     )

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Merge of decode attention's splits.
 
-It combines the partial results of a sequence, rotates them back and adds the
-sequence's newest tokens, which need no quantisation, and those that the recent window
-has in 8 bits. Where ranks share a sequence's context it leaves all that to the merge of
-their results, and combines its own.
+It combines the partial results of a sequence, rotates them back, and adds attention to
+the sequence's newest tokens as computed and to the recent window's tokens in 8 bits.
+If ranks share a sequence's context, it only combines this rank's partial results. The
+merge of the ranks' results does the rest.
 """
 
 from vllm.triton_utils import triton
@@ -30,10 +30,10 @@ from vllm.v1.attention.ops.turbo.triton.window import check_window
 
 
 def merge_splits(partials: Partials, call: AttentionCall) -> None:
-    """Combine splits in rotated space into outputs: ``MergeFn``.
+    """Combine splits in rotated space into outputs: a ``MergeFn``.
 
     Args:
-        partials: The splits' results, B * S * Q of them.
+        partials: The results of S splits of B * Q query tokens.
         call: The tokens that the splits leave out, and the output.
 
     """
@@ -63,7 +63,7 @@ def merge_splits(partials: Partials, call: AttentionCall) -> None:
             assert table.shape[1:] == (num_kv_heads, head_size), table.shape
             num_segments = table.shape[0]
     if newest is None:
-        # Not read, but a launch needs arguments.
+        # A launch needs these arguments, but does not read them.
         newest = NewestTokens(output, output, output, 0.0)
     query, key, value, scale, attended = newest
     assert attended is None, "attended tokens are for CUDA's merge"
@@ -107,6 +107,6 @@ def merge_splits(partials: Partials, call: AttentionCall) -> None:
         ),
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_D=triton.next_power_of_2(head_size),
-        # Four would spill a part of a window's rows.
+        # With four warps a window's rows would spill.
         num_warps=4 if window is None else 8,
     )

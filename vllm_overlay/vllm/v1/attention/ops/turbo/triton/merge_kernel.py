@@ -2,13 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The kernel of ``triton.merge``.
 
-``queries`` are what attends to the newest tokens: vectors, [R, D]; which coordinates
-exist, [R, D]; the coordinates, [D]; of each row, [R], its sequence's first token, its
-KV head, its place among the sequence's query tokens, and how many of these do not
-exist; how many tokens a row sees at most. ``newest`` are these tokens: K, V, strides,
-how scores are made, and how many a sequence has at most. ``splits`` are the partial
-results; of each row its first, [R]; how many lie between a split and the next; how many
-splits there are; which rows have some, [R].
+Three tuples are passed on to helpers:
+
+* ``queries``: vectors, [R, D]; the mask of coordinates, [R, D]; the coordinates, [D];
+  for each row, [R], its sequence's first token, its KV head, its index among the
+  sequence's query tokens, and the number of padding tokens among these; the most tokens
+  that a row sees.
+* ``newest``: pointers to K and V, ``MergeStrides``, ``ScoreFactors``, and the most
+  newest tokens of a sequence.
+* ``splits``: ``Partials``; each row's first partial result, [R]; rows between a split
+  and the next; the number of splits; the mask of rows, [R].
 
 Names of blocks of values begin with ``b_``, of indices with ``o_``, of masks with
 ``m_``.
@@ -33,11 +36,12 @@ _LOG2_E = tl.constexpr(interface.LOG2_E)
 
 
 class ScoreFactors(NamedTuple):
-    """How products become scores in base 2.
+    """The rule that turns products into scores in base 2.
 
     Attributes:
-        factor: What products are multiplied by.
-        soft_cap: What bounds scores, not with an offset; None for nothing.
+        factor: The factor of products.
+        soft_cap: The cap that bounds scores by a tanh, not with an offset; None for
+            none.
 
     """
 
@@ -46,7 +50,7 @@ class ScoreFactors(NamedTuple):
 
 
 class MergeStrides(NamedTuple):
-    """Between tokens, and between heads of a token."""
+    """Strides between tokens, and between heads of a token, in elements."""
 
     output_token: int
     output_head: int
@@ -59,14 +63,14 @@ class MergeStrides(NamedTuple):
 
 
 class WindowPlanes(NamedTuple):
-    """Where a recent window's rows lie.
+    """The layout of a recent window's rows.
 
     Attributes:
-        value: Where V's codes begin in a page; K's are at 0.
-        key_scale: Where K's scales begin.
-        value_scale: Where V's do.
-        stride_block: Of the pages.
-        stride_head: Likewise.
+        value: Bytes in a page before V's codes; K's are at 0.
+        key_scale: Bytes before K's scales.
+        value_scale: Bytes before V's scales.
+        stride_block: Bytes between pages.
+        stride_head: Bytes between KV heads of a page.
 
     """
 
@@ -78,11 +82,11 @@ class WindowPlanes(NamedTuple):
 
 
 class MergeCase(NamedTuple):
-    """What the kernel is compiled for, besides sizes.
+    """The cases that the kernel is compiled for, besides sizes.
 
     Attributes:
         multiple: Whether a sequence may have more than one query token.
-        uniform: Whether all sequences have as many.
+        uniform: Whether all sequences have the same number of query tokens.
         with_newest: Whether the splits leave out the query tokens themselves.
 
     """
@@ -103,8 +107,9 @@ def _program_rows(
     """The program's rows.
 
     Returns:
-        The rows, [R]; which exist, and which have a query token. Of each its sequence,
-        its place in this, the sequence's first token and number of query tokens.
+        The rows, [R]; the mask of those that exist, and of those that have a query
+        token. For each row its sequence, its token's index in this, the sequence's
+        first token and number of query tokens.
 
     """
     row = tl.program_id(0).to(tl.int64) * _BLOCK_R + tl.arange(0, _BLOCK_R)
@@ -128,7 +133,7 @@ def _program_rows(
 def _newest_scores(
     queries,
     newest,
-    other,  # a token's place among its sequence's newest
+    other,  # a token's index among its sequence's newest
 ):
     """Scores of rows and one of their sequences' newest tokens, fp32 [R]."""
     b_query, m_query, o_d, first_token, kv_head, place, num_missing, most = queries
@@ -137,7 +142,7 @@ def _newest_scores(
     seen = (other >= num_missing) & (other <= place) & in_window
     key_row = (first_token + other) * strides.key_token + kv_head * strides.key_head
     p_key = key_ptr + key_row[:, None] + o_d[None, :]
-    # What padding holds may be NaN.
+    # Padding may hold NaN.
     b_key = tl.load(p_key, mask=m_query & seen[:, None], other=0.0).to(tl.float32)
     score = scoring.factor * tl.sum(b_query * b_key, 1)
     if scoring.soft_cap is not None:
@@ -151,7 +156,7 @@ def _largest_newest_score(
     queries,
     newest,
 ):
-    """The largest score so far, [R], with those of the newest tokens."""
+    """The largest score, [R], of those so far and of the newest tokens."""
     max_query_len = newest[4]
     for other in range(max_query_len):
         largest = tl.maximum(largest, _newest_scores(queries, newest, other))
@@ -166,10 +171,10 @@ def _add_newest(
     queries,
     newest,
 ):
-    """Sums of weights and of values, weighted, with those of the newest tokens.
+    """Add the newest tokens to the sums of weights and of weighted values.
 
-    Scores are made once more: how many there are is not known when the kernel is
-    compiled.
+    Scores are computed a second time, because their number is not known when the kernel
+    is compiled.
     """
     _, m_query, o_d, first_token, kv_head, _, _, _ = queries
     _, value_ptr, strides, _, max_query_len = newest
@@ -178,7 +183,7 @@ def _add_newest(
         total += weight
         value_row = (first_token + other) * strides.value_token
         value_row += kv_head * strides.value_head
-        # Not "> 0": a NaN stays one.
+        # Not "> 0", so that NaN is kept.
         m_value = m_query & (weight != 0)[:, None]
         p_value = value_ptr + value_row[:, None] + o_d[None, :]
         b_value = tl.load(p_value, mask=m_value, other=0.0).to(tl.float32)
@@ -195,7 +200,7 @@ def _combined(
     m_k,  # [K]
     HEAD_SIZE: tl.constexpr,
 ):
-    """Some coordinates of the splits' values, weighted and summed, fp32 [R, K]."""
+    """The weighted sum of the splits' outputs at some coordinates, fp32 [R, K]."""
     partials, first_partial, split_rows, num_splits, m_row = splits
     b_combined = tl.zeros([_BLOCK_R, _BLOCK_K], tl.float32)
     for first_split in range(0, num_splits, _BLOCK_S):
@@ -221,7 +226,7 @@ def _combined(
         "num_window_rows",
         "sliding_window",
     ],
-    # A call begins with any of the batch's requests.
+    # A call may begin at any request of the batch.
     do_not_specialize_on_alignment=[
         "seq_lens_ptr",
         "query_start_loc_ptr",
@@ -232,8 +237,8 @@ def _combined(
 def merge_kernel(
     partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
     matrix_ptr,  # [D, D] fp16, entries +-1, the inverse rotation
-    output_ptr,  # [T, Hq, D]; with an LSE [B, Q, Hq, D], rotated
-    lse_ptr,  # [B, Q, Hq] fp32, base 2, of the output; or None
+    output_ptr,  # [T, Hq, D]; with an LSE [B, Q, Hq, D], in rotated space
+    lse_ptr,  # [B, Q, Hq] fp32, the output's LSE in base 2, or None
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
@@ -242,7 +247,7 @@ def merge_kernel(
     pages_ptr,  # [num_blocks, H, N, C] uint8 of the recent window, or None
     blocks_ptr,  # [B], with a window
     packed_lens_ptr,  # [B], with a window
-    offset_ptr,  # [G, H, D] fp32, missing in the window's scores, or None
+    offset_ptr,  # [G, H, D] fp32, taken off the window's keys, or None
     sinks_ptr,  # [Hq], logits in base e, or None
     num_rows,
     num_splits,
@@ -279,7 +284,7 @@ def merge_kernel(
         seq_len = tl.load(seq_lens_ptr + sequence, mask=m_row, other=0)
         head = row % NUM_HEADS
         kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-        # Rows of padding may lie past what there is to load.
+        # Padding rows may be past the end of ``seq_lens`` or ``query``.
         has_tokens = m_row & (seq_len > 0)
         m_query = has_tokens[:, None] & (o_d < HEAD_SIZE)[None, :]
         query_row = token * strides.query_token + head * strides.query_head
@@ -309,7 +314,7 @@ def merge_kernel(
         )
         largest = tl.maximum(largest, own_largest)
     if CASE.with_newest:
-        # Tokens of the sequence's that do not exist.
+        # Query tokens of the sequence that are padding.
         num_missing = query_len - seq_len
         places = first_token, kv_head, place, num_missing, sliding_window
         queries = (b_query, m_query, o_d) + places
@@ -318,7 +323,7 @@ def merge_kernel(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32) * _LOG2_E
         largest = tl.maximum(largest, sink)
-    # A row without tokens has no finite LSE: its output is zero.
+    # A row without tokens has an LSE of -inf, and its output is zero.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(b_lse - largest[:, None]), 1)
     if sinks_ptr is not None:
@@ -331,9 +336,9 @@ def merge_kernel(
     if CASE.with_newest:
         total, b_output = _add_newest(total, b_output, largest, queries, newest)
     if lse_ptr is not None:
-        # Of no tokens -inf.
+        # It is -inf without tokens.
         tl.store(lse_ptr + row, largest + tl.log2(total), mask=m_slot)
-    # Not "> 0": a NaN stays one.
+    # Not "> 0", so that NaN is kept.
     reciprocal = tl.where(total != 0, 1 / total, 0.0)
     normaliser = reciprocal
     if lse_ptr is None:

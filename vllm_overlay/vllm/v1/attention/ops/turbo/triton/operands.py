@@ -3,11 +3,11 @@
 # mypy: disable-error-code="assignment"
 """Decoded K and V as operands of a dot, for Triton's decode kernel.
 
-V's codes of tokens 2 * i and 2 * i + 1 share 32-bit words, so the kernel takes the
-even and the odd tokens of a block as operands of their own.
+V's codes of tokens 2 * i and 2 * i + 1 share 32-bit words, so the even and the odd
+tokens of a block are separate operands.
 
-On NVIDIA GPUs two codes at a time are decoded in PTX: Triton has no type of two fp16
-numbers, and the compiler joins few of the instructions for one.
+On NVIDIA GPUs PTX decodes two codes at a time. Triton has no type of two fp16 numbers,
+and the compiler joins few instructions of single ones.
 """
 
 from vllm.platforms import current_platform
@@ -25,20 +25,20 @@ _USE_PTX = tl.constexpr(
 )
 _TILE = tl.constexpr(fmt.TILE_TOKENS)
 _WORD_HALVES = tl.constexpr(2)
-# Steps that one word of a unit has codes for.
+# Steps that a word of a unit has codes for.
 _WORD_STEPS = tl.constexpr(4)
 _EVEN_BITS = tl.constexpr(0x55555555)
-# All but what the half above has at the lowest place.
+# All bits but the highest of each half.
 _INSIDE_HALVES = tl.constexpr(0x7FFF7FFF)
 _UPPER = tl.constexpr(~0x33333333)
 _LOWER = tl.constexpr(0x33333333)
 
 
 def _key_ptx(half: int) -> str:
-    """PTX of the coordinates of four codes of K.
+    """PTX that decodes four codes of K for two units.
 
-    Its operands are of two units: $0 to $3 the coordinates of codes 4 * half and on, $4
-    and $5 the words, $6 the scales.
+    $0 to $3 are the coordinates of codes 4 * half to 4 * half + 3, $4 and $5 the words,
+    $6 the scales.
     """
     a, b = fmt.KEY_COEFFICIENTS
     lines = [
@@ -58,7 +58,7 @@ def _key_ptx(half: int) -> str:
     ]
     for i in range(4):
         lines += [
-            # 16 + code / 4, see step_positions.
+            # 16 + code / 4, as in step_positions.
             f"lop3.b32 v, x{i}, 0x00F000F0, 0x4C004C00, 0xEA;",
             "add.rn.f16x2 v, v, center;",
             "mul.rn.f16x2 y, v, v;",
@@ -71,17 +71,18 @@ def _key_ptx(half: int) -> str:
 
 
 def _value_ptx(token: int) -> str:
-    """PTX of the coordinates of four codes of V, of even or of odd tokens.
+    """PTX that decodes four codes of V for the even or odd tokens of two pairs.
 
-    Its operands are of two pairs of tokens: $0 to $3 the coordinates, $4 and $5 the
-    words, $6 and $7 the scales times a and b.
+    $0 to $3 are the coordinates, $4 and $5 the words, $6 and $7 the scales times a and
+    b.
     """
     lines = [
         ".reg .b32 w, s, v, y, center;",
         f"prmt.b32 w, $4, $5, {'0x7632' if token else '0x5410'};",
         "prmt.b32 s, w, w, 0x2301;",
     ]
-    # A code is in bits 2 to 5 or 6 to 9, above one that halves its least step.
+    # A code is in bits 2 to 5 or 6 to 9 of an fp16 number. The bit below it is set, and
+    # adds half of a code's step.
     places = (("0x003C003C", "0x54025402", -66.0), ("0x03C003C0", "0x44204420", -6.0))
     for i in range(4):
         mask, one, center = places[i % 2]
@@ -105,7 +106,7 @@ _VALUE_CONSTRAINTS = tl.constexpr(_OUTPUTS + "r,r,r,r")
 
 @triton.jit
 def _position(bits):
-    """Position v = code / 4 - 15 / 8 of a code in bits 4 to 7, fp16, exact."""
+    """The position v = code / 4 - 15 / 8 of a code in bits 4 to 7, fp16, exact."""
     CENTER: tl.constexpr = 16.0 + 15 / 8
     return (bits & 0xF0 | 0x4C00).to(tl.int16).to(tl.float16, bitcast=True) - CENTER
 
@@ -119,7 +120,7 @@ def key_operands(
     COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
-    """K's coordinates, fp16 [N, C], of each step."""
+    """K's coordinates of each step, a tuple of fp16 [N, C]."""
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     FOLD: tl.constexpr = COLUMNS // NUM_UNITS
     if FOLD > 1:
@@ -152,9 +153,9 @@ def value_places(
     COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
-    """What a column of V has in step 0: group, unit of the group, parity of the code.
+    """The place of a column of V in step 0: group, unit of the group, code's parity.
 
-    Words that lie side by side are columns side by side.
+    Neighbouring columns have neighbouring words.
     """
     FOLD: tl.constexpr = COLUMNS // (HEAD_SIZE // 8)
     return column // (2 * FOLD), column // 2 % FOLD, column % 2
@@ -167,7 +168,7 @@ def value_coordinate(
     COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
 ):
-    """The rotated coordinate that a column of V is in a step."""
+    """The rotated coordinate of a column of V in a step."""
     NUM_UNITS: tl.constexpr = HEAD_SIZE // 8
     NUM_WORDS: tl.constexpr = 2 * NUM_UNITS // COLUMNS
     group, place, parity = value_places(column, COLUMNS, HEAD_SIZE)
@@ -179,18 +180,19 @@ def value_coordinate(
 @triton.jit
 def load_value_pairs(
     codes_ptr,  # [1, N] uint8 pointers to V's code plane
-    pair,  # [1, N], place of a pair of tokens in the tile
+    pair,  # [1, N], index of a pair of tokens in the tile
     column,  # [C, 1]
-    same_column,  # the same, from ``as_loaded``
+    same_column,  # the same numbers, from ``as_loaded``
     mask,  # [C, N] or None
     HEAD_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Load the codes of two tokens, 2 * pair in the lower half: tuple of int32 [C, N].
+    """Load the codes of pairs of tokens: a tuple of int32 [C, N].
 
-    There is a word for each unit of a group, or one if columns have both. Code
-    2 * k + parity is in bits 4 * k + 2 to 4 * k + 5, modulo 16, of both halves.
+    Token 2 * pair is in the lower half. There is a word for each unit of a group, or
+    one word if different columns have the units. Code 2 * k + parity is in bits
+    4 * k + 2 to 4 * k + 5, modulo 16, of both halves.
     """
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     FOLD: tl.constexpr = COLUMNS // (2 * NUM_GROUPS)
@@ -207,14 +209,14 @@ def load_value_pairs(
     branch = load(p_word, mask)
     paths_ptr = codes_ptr + _TILE * (HEAD_SIZE // 4)
     path = load((paths_ptr + row * 4).to(tl.pointer_type(tl.int32)), mask)
-    # A path's bit e is of code e // 2 of unit e % 2.
+    # Bit e of a path belongs to code e // 2 of unit e % 2.
     differs = path ^ (path << 2) & ~0x00030003
     _, same_place, same_parity = value_places(same_column, COLUMNS, HEAD_SIZE)
     words = ()
     for i in tl.static_range(3 - FOLD):
         same_place += i
         own = _EVEN_BITS << same_place
-        # Of a code the bit that differs, and below it the one before it.
+        # A code's subset: the bit that differs, above the path bit before it.
         low = differs & own | path & ~own & (_INSIDE_HALVES | -same_place)
         low = low << (3 - 2 * same_parity - same_place)
         high = branch >> (2 - 2 * same_place)
@@ -224,12 +226,15 @@ def load_value_pairs(
 
 @triton.jit
 def value_operands(
-    words,  # of int32 [C, N], from load_value_pairs
+    words,  # int32 [C, N] each, from load_value_pairs
     linear,  # [C, N] fp16, the tokens' scales * a
-    quadratic,  # [C, N] fp16, likewise * b
+    quadratic,  # [C, N] fp16, the tokens' scales * b
     TOKEN: tl.constexpr,
 ):
-    """V's coordinates, fp16 [C, N], of each step, of even tokens or (TOKEN 1) odd."""
+    """V's coordinates of each step, a tuple of fp16 [C, N].
+
+    They are of even tokens with TOKEN 0, and of odd ones with TOKEN 1.
+    """
     by_word = ()
     for word in tl.static_range(len(words)):
         if _USE_PTX:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Where tiles lie in pages, and what kernels are compiled for of a format."""
+"""Addresses of tiles in pages, and the constants of a format for kernels."""
 
 from functools import cache
 from typing import NamedTuple
@@ -12,30 +12,30 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 MIN_DOT_SIZE = 16
-# Least number of columns of a dot's result: NVIDIA's tensor cores have 8.
+# The least columns of a dot's result: NVIDIA's tensor cores have 8.
 MIN_OUTPUT_COLUMNS = 8 if current_platform.is_cuda() else MIN_DOT_SIZE
 TILE = tl.constexpr(fmt.TILE_TOKENS)
 
 
 class TileLayout(NamedTuple):
-    """Constants of a format as one argument of a kernel, LAYOUT.
+    """The constants of a format, as the argument LAYOUT of kernels.
 
-    To Triton 3.6 an attribute is a number, which no device function takes: it needs a
-    name that is annotated as ``tl.constexpr`` first.
+    Triton 3.6 takes an attribute for a plain number, which is no constexpr for a device
+    function. It has to be assigned to a name annotated as ``tl.constexpr`` first.
 
     Attributes:
-        value_codes_offset: Where V's codes begin in a tile; K's are at 0.
-        key_scales_offset: Where K's scales begin in it.
-        value_scales_offset: Where V's do.
+        value_codes_offset: Bytes in a tile before V's codes; K's are at 0.
+        key_scales_offset: Bytes before K's scales.
+        value_scales_offset: Bytes before V's scales.
         tile_bytes: Bytes of a tile.
-        key_coefficients: See ``format.Codebook``.
-        value_coefficients: Likewise.
+        key_coefficients: ``format.Codebook.coefficients`` of K.
+        value_coefficients: ``format.Codebook.coefficients`` of V.
         key_bits: Bits of a code of K.
-        value_bits: Likewise of V.
+        value_bits: Bits of a code of V.
         scale_words: ``format.ScaleWords`` as a tuple.
         head_size: D.
-        columns: Coordinates a step, before padding to a power of two.
-        block_c: After it.
+        columns: Coordinates of a step, before padding to a power of two.
+        block_c: Coordinates of a step, padded.
         block_d: D, padded likewise.
 
     """
@@ -57,7 +57,7 @@ class TileLayout(NamedTuple):
 
 @cache
 def tile_layout(layout: TurboFormat) -> TileLayout:
-    """Constants of a kernel that reads or writes pages."""
+    """The constants of kernels that read or write pages."""
     units = layout.num_units
     columns = units * max(1, MIN_DOT_SIZE // units)
     return TileLayout(
@@ -79,19 +79,19 @@ def tile_layout(layout: TurboFormat) -> TileLayout:
 
 @cache
 def block_divisor(block_size: int) -> dict[str, int]:
-    """How kernels divide tiles by those of a block, by the names of their parameters.
+    """The kernel arguments that divide a number of tiles by the tiles of a block.
 
-    They are not compiled for a block size: it is known when the cache is planned, after
-    the kernels have been launched for the first time, and that of hybrid models is any
+    Kernels are not compiled for a block size. It is not known before the cache is
+    planned, which is after the kernels' first launch, and hybrid models may have any
     multiple of 16.
 
     Args:
         block_size: Tokens of a block.
 
     Returns:
-        Tiles of a block; log2 of that, rounded up; 2 ** (28 + log2) over the tiles,
-        rounded up, which is exact for positions below 2**31 (Granlund and Montgomery,
-        doi:10.1145/178243.178249).
+        By the parameters' names: tiles of a block; log2 of that, rounded up; and
+        2 ** (28 + log2) over the tiles, rounded up, which is exact for positions below
+        2**31 (Granlund and Montgomery, doi:10.1145/178243.178249).
 
     """
     assert block_size > 0 and block_size % fmt.TILE_TOKENS == 0, block_size
@@ -111,8 +111,9 @@ def divide_by_block(
     block_shift,
     block_multiplier,
 ):
-    """Places of a sequence's tiles in the block table, and in their blocks: see
-    ``block_divisor``.
+    """Indices of a sequence's tiles in the block table, and within their blocks.
+
+    The last three arguments are from ``block_divisor``.
     """
     # The high half of 16 * tile * multiplier is tile * multiplier / 2**28.
     place = tl.umulhi(tile * 16, block_multiplier) >> block_shift
@@ -125,5 +126,5 @@ def tile_pointers(
     position,  # [N] position in the block
     TILE_BYTES: tl.constexpr,
 ):
-    """Pointers to the tokens' tiles, and the tokens' places in them."""
+    """Pointers to the tokens' tiles, and the tokens' indices in them."""
     return page_ptr + position // TILE * TILE_BYTES, position % TILE

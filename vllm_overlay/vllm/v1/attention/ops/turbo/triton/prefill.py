@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prefill: rotate queries and outputs, and dequantise cached context."""
+"""Prefill: rotates queries and outputs, and dequantises cached context."""
 
 import torch
 
@@ -60,7 +60,7 @@ def _rotate_rows_kernel(
         c = start + tl.arange(0, BLOCK_C)
         inside = c < HEAD_SIZE
         rotated = rotate_integers(integers, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
-        # Integers alone are coarse beside fp16, small coordinates' above all.
+        # Integers alone are coarser than fp16, above all for small coordinates.
         fraction = rotate_integers(rest, matrix_ptr, c, inside, HEAD_SIZE, BLOCK_D)
         rotated += fraction * (1 / 2048)
         rotated = (rotated * unit_size).to(output_ptr.dtype.element_ty)
@@ -77,7 +77,7 @@ def rotate_rows(
         x: (T, H, D), last axis contiguous.
         output: (T, H, D) of any floating dtype, written; may be ``x``.
         inverse: Whether to rotate back.
-        gain: What vectors are multiplied by, too.
+        gain: A further factor of the vectors.
 
     """
     num_tokens, num_heads, head_size = x.shape
@@ -154,15 +154,16 @@ def add_offset_scores(
     max_query_len: int,
     starts: torch.Tensor,
 ) -> None:
-    """Add to the LSE of cached keys what was taken off these, and so off each score.
+    """Add the part of scores that cached keys lack to the keys' LSE.
+
+    All keys of a request are in one segment, so all its scores lack the same.
 
     Args:
         lse: (Hq, T) fp32 natural log-sum-exp, last axis contiguous; changed.
-        offset: What was taken off the keys.
+        offset: The queries, and the offset that was taken off the keys.
         query_start_loc: (R + 1,) int32, where requests' tokens begin.
         max_query_len: Most query tokens of a request.
-        starts: (R,) int32, position in its request of the first of each one's keys,
-            which are all of one segment.
+        starts: (R,) int32, the position of each request's first key in the request.
 
     """
     query, table, scale = offset
@@ -201,7 +202,7 @@ def add_offset_scores(
         "stride_block_table",
         "max_blocks",
     ],
-    # A slice begins with any of the batch's requests.
+    # A slice may begin at any request of the batch.
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "starts_ptr",
@@ -213,8 +214,8 @@ def _gather_kernel(
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     block_table_ptr,  # [R, max_blocks]
     starts_ptr,  # [R] first position of each request's piece
-    cu_lens_ptr,  # [R + 1] where the pieces lie in the output
-    lens_ptr,  # [R] their lengths, or None if they lie end to end
+    cu_lens_ptr,  # [R + 1] where the pieces begin in the output
+    lens_ptr,  # [R] lengths of the pieces, or None if they follow each other
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
     stride_cache_block: tl.int64,
@@ -248,7 +249,7 @@ def _gather_kernel(
     place, tile = divide_by_block(
         position // TILE, tiles_per_block, block_shift, block_multiplier
     )
-    # vLLM's dummy batches may be longer than any request.
+    # Requests of vLLM's dummy batches may be longer than the block table.
     block = tl.load(table_ptr + place, mask=inside & (place < max_blocks), other=0)
     page_ptr = kv_cache_ptr + block.to(tl.int64) * stride_cache_block
     page_ptr += head.to(tl.int64) * stride_cache_head
@@ -293,15 +294,15 @@ def gather_context(
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8; a (block, head) contiguous.
-        block_table: (R, max_blocks) int32; tokens beyond are those of block 0.
+        block_table: (R, max_blocks) int32; later tokens are read from block 0.
         starts: (R,) int32, first position of each request's piece.
         cu_lens: (R + 1,) int32, where pieces begin in ``key`` and ``value``.
         max_len: Length of the longest piece.
         num_tokens: ``cu_lens[-1]``, at most T.
         layout: The cache's format.
-        key: (T, H, D) contiguous, of which pieces' rows are written. Not multiplied by
-            the codebook's gain.
-        value: (T, H, D), likewise.
+        key: (T, H, D) contiguous; the pieces' rows are written. The codebook's gain is
+            not in them.
+        value: (T, H, D) contiguous; the pieces' rows are written.
         lens: (R,) int32, lengths of the pieces; None if each ends where the next one
             begins.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention to what a recent window has: a part of the merge.
+"""Attention to the tokens of a recent window: a part of the merge.
 
-Rows lie as ``formats.window`` has them.
+``formats.window`` has the layout of rows.
 """
 
 from vllm.triton_utils import tl, triton
@@ -43,7 +43,7 @@ def _missing_scores(
     query,  # [R, G, 16] fp32
     offset_ptr,  # [G, H, D] fp32
     kv_head,  # [R]
-    position,  # [R], of a token in the row's sequence
+    position,  # [R], a token's position in the row's sequence
     mask,  # [R, G, 1]
     coordinate,  # [1, G, 16]
     score_factor,
@@ -52,7 +52,7 @@ def _missing_scores(
     HEAD_SIZE: tl.constexpr,
     OFFSET_SEGMENT: tl.constexpr,
 ):
-    """What the scores of rows and keys of a segment lack, fp32 [R]."""
+    """The part that scores of rows lack for keys of a segment, fp32 [R]."""
     segment = tl.minimum(position // OFFSET_SEGMENT, num_segments - 1)
     offset_row = segment * NUM_KV_HEADS + kv_head
     p_offset = offset_ptr + (offset_row * HEAD_SIZE)[:, None, None] + coordinate
@@ -62,13 +62,13 @@ def _missing_scores(
 
 @triton.jit
 def attend_to_window(
-    query_row_ptr,  # [R] pointers to vectors that are not rotated
+    query_row_ptr,  # [R] pointers to queries that are not rotated
     page_ptr,  # [R] uint8 pointers to the pages of the rows' sequences and KV heads
     planes,  # ``merge_kernel.WindowPlanes``
-    offset_ptr,  # [G, H, D] fp32, missing in the scores, or None
+    offset_ptr,  # [G, H, D] fp32, taken off the window's keys, or None
     kv_head,  # [R]
-    first_position,  # [R], of the window's first token
-    num_tokens,  # [R] that the window has
+    first_position,  # [R], position of the window's first token
+    num_tokens,  # [R], tokens of the window
     scoring,  # ``merge_kernel.ScoreFactors``
     num_segments,
     num_rows,
@@ -81,8 +81,8 @@ def attend_to_window(
     """Attend from rows to the tokens of their windows, by an online softmax.
 
     Returns:
-        The largest score, -inf of no token; the sum of the weights relative to it; the
-        sum of the values, weighted: fp32 [R], [R] and [R, D].
+        The largest score, -inf without tokens; the sum of the weights relative to it;
+        the weighted sum of the values: fp32 [R], [R] and [R, D].
 
     """
     BLOCK_G: tl.constexpr = BLOCK_D // GROUP
@@ -95,7 +95,7 @@ def attend_to_window(
     p_query = query_row_ptr[:, None, None] + coordinate
     query = tl.load(p_query, mask=query_mask, other=0.0).to(tl.float32)
     if offset_ptr is not None:
-        # A window has tokens of two segments at most.
+        # A window has tokens of at most two segments.
         missing = _missing_scores(
             query,
             offset_ptr,

@@ -22,14 +22,14 @@ def load_integers(
     KEEP_NAN: tl.constexpr = False,
     offset_ptr=None,  # [T] pointers to fp32 vectors
 ):
-    """Load vectors, less an offset if there is one, in block fixed point (see
-    ``reference.rotate``).
+    """Load vectors, less an offset if there is one, in block fixed point.
+
+    ``reference.rotate`` has the rule.
 
     Returns:
-        Integers, fp16 [T, D]; what rounding took from them, in 1/2048, fp16
-        [T, D]; and the fp32 unit [T] that the integers are counted in. With
-        KEEP_NAN the unit of a vector with a NaN is NaN; else the NaN counts as
-        zero.
+        Integers, fp16 [T, D]; the rest that rounding took off them, in units of 1/2048,
+        fp16 [T, D]; and the unit of the integers, fp32 [T]. With KEEP_NAN the unit of a
+        vector with a NaN is NaN. Without it, NaN counts as zero.
 
     """
     d = tl.arange(0, BLOCK_D)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs of tokens that a prefill under a sliding window sees: cached ones dequantised,
-own ones as they are, side by side.
+"""Runs of tokens that a prefill under a sliding window sees.
+
+A run has dequantised cached tokens, followed by the request's own tokens as computed.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @triton.jit(
     do_not_specialize=["num_segments"],
-    # They are parts of one tensor.
+    # These are slices of one tensor.
     do_not_specialize_on_alignment=[
         "starts_ptr",
         "cached_lens_ptr",
@@ -33,7 +34,7 @@ def _complete_runs_kernel(
     run_value_ptr,  # [N, H, D]
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
-    offset_ptr,  # [G, H, D] fp32, missing in the cached keys, or None
+    offset_ptr,  # [G, H, D] fp32, taken off the cached keys, or None
     starts_ptr,  # [R]
     cached_lens_ptr,  # [R]
     own_starts_ptr,  # [R]
@@ -60,7 +61,7 @@ def _complete_runs_kernel(
     run_row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
     p_run_key = run_key_ptr + run_row[:, None] + d
     if offset_ptr is not None:
-        # What all keys of a run lack does not count: that of its first token.
+        # All keys of a run lack its first token's offset, which changes no softmax.
         start = tl.load(starts_ptr + run)
         first_segment = tl.minimum(start // OFFSET_SEGMENT, num_segments - 1)
         p_first = offset_ptr + (first_segment * NUM_KV_HEADS + head) * HEAD_SIZE + d
@@ -97,26 +98,26 @@ def lay_out_runs(
     run_value: torch.Tensor,
     key_offset: torch.Tensor | None = None,
 ) -> None:
-    """Lay what requests see into a buffer, not in rotated space.
+    """Write the tokens that requests see into a buffer, not in rotated space.
 
-    With an offset all keys of a run lack that of its first token, which changes no
-    softmax, and leaves numbers that the dtype has more bits for.
+    With an offset of K, all keys of a run lack the offset of its first token. This
+    changes no softmax, and makes the keys smaller, so that their dtype has more bits
+    for them.
 
-    Values that are not finite are kept from other requests as
-    ``isolate_broken_values`` has it.
+    Non-finite values are kept from other requests, as by ``isolate_broken_values``.
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
         block_table: (R, max_blocks) int32.
-        runs: What is seen, N tokens.
+        runs: The tokens that are seen, N of them.
         key: (T, H, D) of the prefills' tokens, last axis contiguous; not read if runs
             have no own tokens.
         value: (T, H, D), likewise.
         layout: The cache's format.
         run_key: (N, H, D) contiguous, written.
         run_value: (N, H, D), likewise.
-        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
-            nothing was.
+        key_offset: (G, H, D) fp32, the offset by segments that was taken off the cached
+            keys; None for none.
 
     """
     num_tokens, num_kv_heads, head_size = run_key.shape

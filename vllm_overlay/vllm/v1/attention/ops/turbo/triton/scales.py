@@ -4,10 +4,10 @@
 """Scales of the turbo format: their choice and their words, for the encoder.
 
 A tensor of columns has, for each of F codes of a unit, a column for each unit,
-in the order of ``unit_of_column``: the group of a column is its place in the
-last of the axes [T, C / BLOCK_G, BLOCK_G], so that reshaping it gathers groups.
-SCALE_WORDS is ``format.ScaleWords`` as a tuple, CODEBOOK the magnitudes of a codebook
-of four bits and the thresholds between them.
+in the order of ``unit_of_column``. A column's group is its index on the last of
+the axes [T, C / BLOCK_G, BLOCK_G], so that a reshape gathers groups.
+SCALE_WORDS is ``format.ScaleWords`` as a tuple. CODEBOOK has the magnitudes of a
+codebook of four bits, and the thresholds between them.
 """
 
 from vllm.triton_utils import tl, triton
@@ -44,7 +44,7 @@ def unit_of_column(
     BLOCK_G: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ):
-    """The unit of each column; NUM_UNITS or more if it has none."""
+    """The unit of each column; at least NUM_UNITS if it has none."""
     if BLOCK_G == NUM_GROUPS:
         return column
     group = column % BLOCK_G
@@ -84,7 +84,7 @@ def round_to_integer(x):
 
 @triton.jit
 def rounded_square(error):
-    """Squares of normalised errors, in units that sums of them are exact in."""
+    """Squares of normalised errors, in units that make their sums exact."""
     return round_to_integer(tl.minimum(error * error, _ERROR_MAX) * _ERROR_UNIT)
 
 
@@ -106,11 +106,11 @@ def _squared_error(
 
 @triton.jit
 def scales_in_reach(
-    codes,  # of each candidate, int32 [T, G]
-    errors,  # of each candidate, fp32 [T, G]
+    codes,  # int32 [T, G] for each candidate
+    errors,  # fp32 [T, G] for each candidate
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference.codec.scales_in_reach``: int32 [T, G]."""
+    """``reference.codec.scales_in_reach``: codes of scales, int32 [T, G]."""
     best_code = codes[0]
     best_error = errors[0]
     for i in tl.static_range(1, len(codes)):
@@ -157,15 +157,16 @@ def _of_words(x, SCALE_WORDS: tl.constexpr, LARGEST: tl.constexpr):
 def _by_word(x, SCALE_WORDS: tl.constexpr):
     """[T, G] as [T, W, places of a word]."""
     NUM_WORDS: tl.constexpr = SCALE_WORDS[0]
-    # A single word has the padding, too.
+    # A single word includes the padding.
     PLACES: tl.constexpr = x.shape[1] if NUM_WORDS == 1 else SCALE_WORDS[2]
     return tl.reshape(x, [x.shape[0], x.shape[1] // PLACES, PLACES])
 
 
 @triton.jit
 def scale_floor(largest):
-    """Code of the largest scale not above non-negative fp32 numbers, int32; too large
-    for a code above SCALE_MAX.
+    """Codes of the largest scales not above non-negative fp32 numbers, int32.
+
+    Above SCALE_MAX a result is larger than any code.
     """
     normal = (largest.to(tl.int32, bitcast=True) >> 20) - 896
     subnormal = (largest * 131072.0).to(tl.int32)
@@ -176,7 +177,7 @@ def scale_floor(largest):
 def scale_candidates(
     largest,  # [T, G] fp32, at most SCALE_MAX
 ):
-    """Codes that a group tries, ascending, int32 [T, G] each."""
+    """The codes that a group tries, ascending, int32 [T, G] each."""
     floor = scale_floor(largest)
     codes = ()
     for candidate in tl.static_range(_NUM_CANDIDATES):
@@ -187,7 +188,7 @@ def scale_candidates(
 
 @triton.jit
 def at(values, index):
-    """The element of a tuple at an index that is no constant."""
+    """The element of a tuple at an index that is not a constant."""
     result = values[0]
     for i in tl.static_range(1, len(values)):
         result = tl.where(index == i, values[i], result)
@@ -196,10 +197,10 @@ def at(values, index):
 
 @triton.jit
 def no_errors(like):
-    """Errors of no candidate yet, fp32.
+    """Infinite errors for all candidates, fp32, before any is tried.
 
-    Candidates are tried in a loop that is not unrolled: it would take most of a minute
-    to compile.
+    Candidates are tried in a loop that is not unrolled: unrolled, it would take most of
+    a minute to compile.
     """
     worst = tl.full(like.shape, float("inf"), tl.float32)
     errors = ()
@@ -210,7 +211,7 @@ def no_errors(like):
 
 @triton.jit
 def with_error(errors, candidate, error):
-    """The errors, with a candidate's."""
+    """The errors, with a candidate's replaced."""
     updated = ()
     for i in tl.static_range(_NUM_CANDIDATES):
         updated = updated + (tl.where(candidate == i, error, errors[i]),)
@@ -230,7 +231,7 @@ def choose_scales(
     BLOCK_G: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference.codec.choose_scales``: int32 [T, G]."""
+    """``reference.codec.choose_scales``: codes of scales, int32 [T, G]."""
     COLUMNS: tl.constexpr = y[0].shape[1]
     largest = tl.abs(y[0])
     for i in tl.static_range(1, len(y)):
@@ -257,8 +258,8 @@ def _by_group(x, BLOCK_G: tl.constexpr):
 @triton.jit
 def store_scales(
     scale_code,  # [T, G] int32
-    scales_ptr,  # [T] uint8 pointers to a side's scale plane
-    token,  # [T] place in the tile
+    scales_ptr,  # [T] uint8 pointers to K's or V's scale plane
+    token,  # [T] index in the tile
     token_mask,  # [T]
     SCALE_WORDS: tl.constexpr,
 ):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention sinks in a prefill: logits that weigh outputs, and have no values."""
+"""Attention sinks in a prefill: logits that join the softmax and have no values."""
 
 import torch
 
@@ -38,7 +38,7 @@ def _weigh_by_sinks_kernel(
 def weigh_by_sinks(
     output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> None:
-    """Let sinks take their share of the weights of outputs.
+    """Scale outputs so that sinks have their share of the softmax's weights.
 
     Args:
         output: (T, Hq, D) contiguous, changed.

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The soft cap of attention logits: scores s become cap * tanh(s / cap).
 
-From exp2, not from the tanh of NVIDIA's GPUs, which is off by 2**-11: 0.02 of a score
-near a cap of 50. An error here is about 2**-22 of the cap, that of an fp32 number near
-it, also where scores are small.
+It is computed from exp2. The tanh of NVIDIA's GPUs is off by 2**-11, which is 0.02 of a
+score near a cap of 50. The error here is about 2**-22 of the cap for all scores, as of
+an fp32 number near the cap.
 """
 
 from vllm.triton_utils import tl, triton
@@ -20,6 +20,6 @@ def in_base_2(logits_soft_cap: float | None) -> float | None:
 
 @triton.jit
 def capped(score, soft_cap):
-    """Bound scores, fp32 of any shape, in the base of the cap: -inf becomes -cap."""
+    """Bound scores, fp32 of any shape, in the cap's base. -inf becomes -cap."""
     power = tl.exp2(score * (_TWICE_LOG2_E / soft_cap))
     return soft_cap - 2 * soft_cap / (power + 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Store: rotate and quantise K and V into their pages, rotate q, in one launch."""
+"""Store: one launch rotates and quantises K and V into their pages, and rotates q."""
 
 from typing import NamedTuple
 
@@ -27,13 +27,13 @@ from vllm.v1.attention.ops.turbo.triton.window import update_window
 
 
 class StoreTuning(NamedTuple):
-    """How the store kernel is launched.
+    """Launch parameters of the store kernel.
 
     Attributes:
-        block_t: Tokens a program; tensor cores take 16 rows a warp.
-        fold: Codes of a unit that a step encodes, each in a column of its own.
-            More columns are more work for warps to share.
-        num_warps: Warps a program.
+        block_t: Tokens of a program; tensor cores take 16 rows a warp.
+        fold: Codes of a unit that a step encodes, each in its own column. More columns
+            let warps share more work.
+        num_warps: Warps of a program.
 
     """
 
@@ -47,20 +47,21 @@ SMALL_BATCH = 1024
 
 
 def default_tuning(num_tokens: int, head_size: int) -> StoreTuning:
-    """Launch parameters, chosen on an H200 at head size 128.
+    """The launch parameters for a number of tokens.
 
-    A program is a chain of steps, so few tokens take few steps by many warps;
-    many tokens fill the GPU anyway, and then a step for each code repeats
-    least. Larger heads take more steps, for a step's part of the rotation has
-    to fit into shared memory.
+    A program's steps depend on each other, so few tokens take few steps of many warps.
+    Many tokens fill the GPU anyway, and a step for each code repeats the least work.
+    Larger heads take more steps, because a step's part of the rotation has to fit into
+    shared memory.
     """
+    # Tuning: heads of 128, an H200, 2026-11, `ci/gpu.py bench`.
     if num_tokens > SMALL_BATCH or head_size > 256:
         return StoreTuning(block_t=64 if head_size <= 256 else 16, fold=1, num_warps=4)
     return StoreTuning(block_t=16, fold=8 if head_size <= 128 else 4, num_warps=4)
 
 
 def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
-    """Numbers of tokens of which each takes other launch parameters."""
+    """Numbers of tokens that each have different launch parameters."""
     return [1, SMALL_BATCH + 1]
 
 
@@ -70,7 +71,7 @@ def _rotate_queries(
     layout: TurboFormat,
     scale: float,
 ) -> None:
-    """What ``store`` does for queries alone."""
+    """Rotate queries without storing tokens."""
     num_queries, num_heads, head_size = query.shape
     tuning = default_tuning(num_queries, head_size)
     rotate_query_kernel[(triton.cdiv(num_queries, tuning.block_t), num_heads)](
@@ -104,21 +105,21 @@ def store(
     window: WindowUpdate | None = None,
     tuning: StoreTuning | None = None,
 ) -> None:
-    """Quantise K and V into their slots and, if given, rotate q for decoding.
+    """Quantise K and V into their slots and, if q is given, rotate it: a ``StoreFn``.
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8; a (block, head) is contiguous and
             starts at a multiple of 16 bytes.
-        slot_mapping: (T,) block * N + position, or -1 to skip the token.
+        slot_mapping: (T,) int64, block * N + position, or -1 to skip the token.
         key: (T', H, D) fp16 or bf16, T' >= T, last axis contiguous.
         value: (T', H, D), likewise.
         layout: The cache's format.
         query: (B, Hq, D), likewise; the decode queries.
-        rotated_query: Of the B queries, written: each vector divided by a power of
+        rotated_query: The B rotated queries, written: each vector divided by a power of
             two, and a factor that holds ``scale``, log2(e) and the keys' gain.
         scale: Softmax scale.
-        key_offset: What is taken off K first; None to take nothing.
-        window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
+        key_offset: The offset that is taken off K first; None for none.
+        window: The 8-bit copy of the newest tokens, to be updated; None for none.
         tuning: Launch parameters; None to choose by the number of tokens.
 
     """
@@ -182,7 +183,7 @@ def store(
         BLOCK_U=max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(layout.num_units)),
         FOLD=tuning.fold,
         num_warps=tuning.num_warps,
-        # The bytes are exact: no multiply-add may be fused.
+        # A fused multiply-add would change the stored bytes.
         enable_fp_fusion=False,
     )
     if window is not None:

@@ -12,7 +12,7 @@ from vllm.v1.attention.ops.turbo.triton.rotate import load_integers, rotate_inte
 
 
 class StoreStrides(NamedTuple):
-    """Between tokens or blocks, and between heads of one."""
+    """Strides between tokens or blocks, and between heads of one, in elements."""
 
     key_token: int
     key_head: int
@@ -64,7 +64,7 @@ def _offset_segment(
     num_segments,
     OFFSET_SEGMENT: tl.constexpr,
 ):
-    """Which segment's offset tokens have, [T]: by a search for their sequence."""
+    """The segments of tokens, [T], by a binary search for their sequences."""
     first = tl.zeros_like(t)
     last = first + num_seqs
     for _ in range(num_steps):
@@ -75,7 +75,7 @@ def _offset_segment(
     first = tl.minimum(first, num_seqs - 1)
     behind = tl.load(key_offset.query_start_loc + first + 1) - t
     place = tl.load(key_offset.seq_lens + first) - behind
-    # Padding may lie anywhere.
+    # Padding has any position.
     place = tl.maximum(place, 0)
     return tl.minimum(place // OFFSET_SEGMENT, num_segments - 1)
 
@@ -163,7 +163,7 @@ def store_kernel(
     head = tl.program_id(1)
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     if head >= 2 * NUM_KV_HEADS:
-        # Nested, for the second is no constant.
+        # Nested, because the second condition is not a constant.
         if NUM_HEADS > 0:  # noqa: SIM102
             if tl.program_id(0) * BLOCK_T < num_queries:
                 _rotate_query(
@@ -190,7 +190,7 @@ def store_kernel(
         page_ptr = kv_cache_ptr + slot // block_size * strides.cache_block
         page_ptr += kv_head.to(tl.int64) * strides.cache_head
         tile_ptr, token = tile_pointers(page_ptr, slot % block_size, TILE_BYTES)
-        # Codes of three bits need a step for each code, or the scratch.
+        # Three-bit codes need either a step for each code, or the scratch.
         if scratch_ptr is None:
             row_ptr = scratch_ptr
             TRELLIS_FOLD: tl.constexpr = 1

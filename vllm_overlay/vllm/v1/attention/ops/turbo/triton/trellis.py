@@ -3,8 +3,8 @@
 # mypy: disable-error-code="assignment"
 """Trellis-coded levels of the turbo format, for the encoder.
 
-Every scale group is a trellis of its own (see ``format.TurboFormat``), so vectors
-come as 16 tensors [T, G] in the order of a group's codes. A state is the number
+Every scale group is a separate trellis (see ``format.TurboFormat``), so vectors come as
+16 tensors [T, G] in the order of a group's codes. A state is the number
 2 * b(e - 2) + b(e - 1) of two path bits. CODEBOOK is ``trellis_constants`` of a
 codebook.
 """
@@ -40,9 +40,9 @@ _UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
 
 
 def trellis_constants(codebook: Codebook) -> tuple:
-    """Levels, thresholds, and the gain of products if unbiased.
+    """Levels, thresholds, and the gain of products; 0 if the codebook is biased.
 
-    Threshold j lies between levels j and j + 4, neighbours in subset j % 4.
+    Threshold j is between levels j and j + 4, which are neighbours in subset j % 4.
     """
     by_branch = zip(*codebook.subset_thresholds)
     thresholds = tuple(threshold for branch in by_branch for threshold in branch)
@@ -57,14 +57,14 @@ def _step(
     normaliser,  # [T, 1] fp32
     scale,  # [T, G] fp32
     reciprocal,  # [T, G] fp32
-    cost,  # by state, fp32 [T, G]
+    cost,  # fp32 [T, G] for each state
     CODEBOOK: tl.constexpr,
 ):
     """Extend the best path to each state by one code.
 
     Returns:
-        Costs of the new states, and by bit, for each of these, the bit that the best
-        path to it leaves behind, int32 [T, G].
+        Costs of the new states, and int32 [T, G] whose bit s is the bit that the best
+        path to state s leaves behind.
 
     """
     LEVELS: tl.constexpr = CODEBOOK[0]
@@ -107,9 +107,9 @@ def _search(
     normaliser,  # [T, 1] fp32
     CODEBOOK: tl.constexpr,
 ):
-    """The path of least error: bit e, of int32 [T, G], is b(e).
+    """The path of least error, int32 [T, G]: bit e is b(e).
 
-    See ``reference.codec._trellis``.
+    It equals that of ``reference.codec._trellis``.
     """
     reciprocal = reciprocal_of(scale)
     cost = _initial_cost(scale)
@@ -133,7 +133,7 @@ def _search(
     for i in tl.static_range(1, _STEPS + 1):
         path |= (state & 1) << (_STEPS - i)
         survivors = late if i <= 8 else early
-        # The tensor first: the interpreter makes a constant of the other order.
+        # The tensor is first, because the interpreter makes the sum a constant else.
         earlier = survivors >> (state + (_STEPS - i) % 8 * 4) & 1
         state = 2 * earlier + (state >> 1)
     return path
@@ -142,11 +142,11 @@ def _search(
 @triton.jit
 def _by_subset(
     before,  # [T, G], the lower bit of the subset
-    differs,  # [T, G], the higher
+    differs,  # [T, G], the higher bit
     VALUES: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """Of four values from the first on, the one of the subset, fp32 [T, G]."""
+    """The subset's value among four values from FIRST on, fp32 [T, G]."""
     low = tl.where(before, VALUES[FIRST + 1], VALUES[FIRST])
     high = tl.where(before, VALUES[FIRST + 3], VALUES[FIRST + 2])
     return tl.where(differs, high, low)
@@ -154,7 +154,7 @@ def _by_subset(
 
 @triton.jit
 def levels_on_path(
-    z,  # [T, G] fp32, code e of each group, in scales
+    z,  # [T, G] fp32, coordinate e of each group over its scale
     path,  # [T, G] int32
     CODEBOOK: tl.constexpr,
     E: tl.constexpr,
@@ -177,7 +177,7 @@ def levels_on_path(
 
 @triton.jit
 def _largest(y):
-    """Largest magnitude of each group, [T, G]."""
+    """The largest magnitude of each group, [T, G]."""
     largest = tl.abs(y[0])
     for e in tl.static_range(1, _STEPS):
         largest = tl.maximum(largest, tl.abs(y[e]))
@@ -190,7 +190,7 @@ def choose_trellis_scales(
     CODEBOOK: tl.constexpr,
     SCALE_WORDS: tl.constexpr,
 ):
-    """See ``reference.codec.choose_scales``: int32 [T, G]."""
+    """``reference.codec.choose_scales``: codes of scales, int32 [T, G]."""
     largest = _largest(y)
     codes = scale_candidates(largest)
     normaliser = normaliser_of(tl.max(largest, 1))[:, None]
@@ -214,7 +214,7 @@ def choose_path(
 ):
     """The path of each group, int32 [T, G], and the factor of each vector, [T, 1].
 
-    Each vector is unbiased if the codebook has a gain: see
+    If the codebook has a gain, each vector is unbiased as by
     ``reference.codec._unbiased``.
     """
     GAIN: tl.constexpr = CODEBOOK[2]
@@ -258,7 +258,7 @@ def _store_key_trellis(
     branch_word,  # [T, G] int32
     path,  # [T, G] int32
     codes_ptr,  # [T, 1] uint8 pointers to K's code plane
-    token,  # [T, 1] place in the tile
+    token,  # [T, 1] index in the tile
     token_mask,  # [T, 1]
     HEAD_SIZE: tl.constexpr,
     OWN_PATH_WORDS: tl.constexpr,
@@ -291,7 +291,7 @@ def store_trellis(
     scale,  # [T, G] fp32
     path,  # [T, G] int32
     tile_ptr,  # [T] uint8 pointers to tiles
-    token,  # [T] place in the tile
+    token,  # [T] index in the tile
     token_mask,  # [T]
     CODES_OFFSET: tl.constexpr,
     IS_KEY: tl.constexpr,
@@ -299,9 +299,9 @@ def store_trellis(
     HEAD_SIZE: tl.constexpr,
     IS_LATENT: tl.constexpr = False,
 ):
-    """Write both planes of codes of three bits.
+    """Write both planes of three-bit codes.
 
-    Those of latents are those of keys, but each group has a word of path bits.
+    Latents have the planes of keys, but each group has its own word of path bits.
     """
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     word = tl.zeros(scale.shape, tl.int32)
@@ -327,8 +327,8 @@ def store_trellis(
     else:
         group = tl.arange(0, scale.shape[1])[None, :]
         mask = token_mask[:, None] & (group < NUM_GROUPS)
-        # One sum of all offsets: of a pointer to the plane Triton's compiler would
-        # make one with operands of two layouts.
+        # The offsets are added at once. Added to a pointer to the plane, they would
+        # have operands of two layouts, which Triton's compiler does not take.
         row_ptr = value_rows(tile_ptr, token, CODES_OFFSET, 8, HEAD_SIZE)[:, None]
         store_halves(value_pointers(row_ptr, group, 8), word, mask)
         PATHS_OFFSET: tl.constexpr = CODES_OFFSET + _TILE * (HEAD_SIZE // 4)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window: its rows are counted and written in one launch, after the store's.
+"""The recent window: one launch counts and writes its rows, after the store's launch.
 
-What is written equals ``reference.window`` bit for bit. Rows lie as ``formats.window``
-has them.
+The rows equal those of ``reference.window`` bit for bit. ``formats.window`` has their
+layout.
 """
 
 import torch
@@ -26,12 +26,12 @@ from vllm.v1.attention.ops.turbo.triton.window_kernel import (
     window_kernel,
 )
 
-# Words that a program compares at a time.
+# The most words that a program compares at a time.
 _MAX_COMPARED = 8192
 
 
 def check_window(window: RecentWindow, head_size: int, num_kv_heads: int) -> None:
-    """Check what kernels take for granted of a window, of a layer of H KV heads."""
+    """Check the kernels' preconditions on a layer's recent window."""
     pages, blocks, packed_lens, window_format, num_tokens = window
     check_pages(pages, window_format.layout)
     assert window_format.layout.head_size == head_size, (window_format, head_size)
@@ -51,17 +51,17 @@ def update_window(
     layout: TurboFormat,
     key_offset: KeyOffset | None = None,
 ) -> None:
-    """Count the rows that are valid, and write those of a step's tokens.
+    """Count the valid rows, and write the rows of a step's tokens.
 
     Args:
-        update: Of the step's R sequences; ``packed_lens`` is written.
+        update: The windows of the step's R sequences; ``packed_lens`` is written.
         kv_cache: (num_blocks, H, N, C) uint8, in which the step's tokens are stored;
             see ``check_pages``.
-        slot_mapping: (T,) int64, their slots; a token with -1 has no row.
+        slot_mapping: (T,) int64, slots of the tokens; a token with -1 has no row.
         key: (>= T, H, D) bf16 or fp16, last axis contiguous.
         value: (>= T, H, D), likewise.
         layout: The cache's format.
-        key_offset: What is taken off K; None for nothing.
+        key_offset: The offset that is taken off K; None for none.
 
     """
     window, block_table, seq_lens, query_start_loc = update
@@ -111,6 +111,6 @@ def update_window(
         WORDS=KeyWords(word_bytes, num_words, block_w),
         BLOCK_H=min(block_h, triton.next_power_of_2(num_kv_heads)),
         num_warps=4,
-        # The bytes are exact: no multiply-add may be fused.
+        # A fused multiply-add would change the stored bytes.
         enable_fp_fusion=False,
     )

@@ -17,7 +17,7 @@ from vllm.v1.attention.ops.turbo.formats import window as wf
 from vllm.v1.attention.ops.turbo.triton.pages import TILE, tile_pointers
 from vllm.v1.attention.ops.turbo.triton.scales import round_to_integer
 
-# Coordinates with one scale.
+# Coordinates that share a scale.
 GROUP = tl.constexpr(SCALE_GROUP)
 _MAX_CODE = tl.constexpr(float(wf.MAX_CODE))
 _MAX_ROWS = tl.constexpr(wf.MAX_ROWS)
@@ -27,7 +27,7 @@ _BLOCK_T = tl.constexpr(8)
 
 
 class RowPlanes(NamedTuple):
-    """Where planes of rows begin in a page; K's codes are at 0."""
+    """Bytes in a page before each plane of rows; K's codes are at 0."""
 
     value: int
     key_scale: int
@@ -37,7 +37,7 @@ class RowPlanes(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Between tokens, and between heads of a token."""
+    """Strides between tokens, and between heads of a token, in elements."""
 
     key_token: int
     key_head: int
@@ -51,7 +51,7 @@ class KeyWords(NamedTuple):
     Attributes:
         num_bytes: Bytes of a word.
         num_words: Words of a token.
-        block: That, padded to a power of two.
+        block: ``num_words``, padded to a power of two.
 
     """
 
@@ -63,14 +63,14 @@ class KeyWords(NamedTuple):
 @triton.jit
 def _store_rows(
     x,  # [T, G, 16] fp32
-    codes_ptr,  # uint8 pointer to a plane
-    scales_ptr,  # likewise
+    codes_ptr,  # uint8 pointer to a plane of codes
+    scales_ptr,  # uint8 pointer to a plane of scales
     row,  # [T]
     mask,  # [T, G]
     o_group,  # [G]
     HEAD_SIZE: tl.constexpr,
 ):
-    """Quantise vectors to 8 bits: ``reference.window.quantize_rows``."""
+    """Quantise vectors to 8 bits, as ``reference.window.quantize_rows`` does."""
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // GROUP
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, -_FP32_MAX), _FP32_MAX)
@@ -102,11 +102,11 @@ def _as_words(ptr, WORDS: tl.constexpr):
 def _key_word_pointers(
     page_ptr,  # uint8 pointers to (block, head) regions
     place,  # position in the block, of that shape
-    word,  # which word of a key's codes; broadcasts with them
+    word,  # index of a word of a key's codes; broadcasts with the others
     LAYOUT: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Where a packed key's codes lie, in words: in one plane or two."""
+    """Pointers to words of packed keys' codes, which are in one plane or in two."""
     HEAD_SIZE: tl.constexpr = LAYOUT.head_size
     TILE_BYTES: tl.constexpr = LAYOUT.tile_bytes
     tile_ptr, token = tile_pointers(page_ptr, place, TILE_BYTES)
@@ -125,8 +125,8 @@ def _key_word_pointers(
 @triton.jit
 def _count_rows(
     kv_cache_ptr,
-    table_ptr,  # [max_blocks] of the sequence
-    page_ptr,  # of the sequence
+    table_ptr,  # [max_blocks], the sequence's block table
+    page_ptr,  # the sequence's page
     first_own,
     count,
     block_size,
@@ -140,8 +140,9 @@ def _count_rows(
     WORDS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """How many of the ``count`` tokens before ``first_own`` are valid, up to the first
-    that is not.
+    """The number of valid rows among the ``count`` tokens before ``first_own``.
+
+    It counts backwards, up to the first row that is not valid.
     """
     i = tl.arange(0, _MAX_ROWS)
     position = first_own - 1 - i
@@ -184,15 +185,15 @@ def _count_rows(
 
 @triton.jit
 def _write_rows(
-    key_ptr,  # [D] of tokens, K of the KV head
-    value_ptr,
-    kv_cache_ptr,  # of the KV head
-    page_ptr,  # of the sequence and the KV head
+    key_ptr,  # K of the KV head, [D] for each token
+    value_ptr,  # V of the KV head, [D] for each token
+    kv_cache_ptr,  # the KV head's part of the first block
+    page_ptr,  # the KV head's part of the sequence's page
     slot_mapping_ptr,  # [T]
     offset_ptr,  # [G, H, D] fp32 from the KV head on, or None
     position,  # [T]
     seq_len,
-    end,  # where the sequence's tokens end among the call's
+    end,  # index of the sequence's last token (exclusive) among the call's
     num_tokens,
     num_segments,
     block_size,
@@ -205,7 +206,7 @@ def _write_rows(
     OFFSET_SEGMENT: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Write the rows of a sequence's tokens at ``position``, of one KV head."""
+    """Write one KV head's rows of a sequence's tokens at ``position``."""
     HEAD_SIZE: tl.constexpr = LAYOUT.head_size
     BLOCK_G: tl.constexpr = LAYOUT.block_d // GROUP
     token = (end - seq_len + position).to(tl.int64)
@@ -258,8 +259,8 @@ def _write_rows(
 
 
 @triton.jit(
-    # Planes begin at multiples of 16, whatever the size of a block. That is not known
-    # when kernels are launched for the first time.
+    # Planes begin at multiples of 16, whatever the size of a block, which is not known
+    # at the kernels' first launch.
     do_not_specialize=[
         "num_tokens",
         "num_segments",
@@ -305,9 +306,9 @@ def window_kernel(
     WORDS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Program (b, h): writes the rows of sequence b, KV head h; the last h counts.
+    """Program (b, h): writes the rows of sequence b, KV head h. The last h counts rows.
 
-    No row is read that another program writes.
+    No program reads a row that another program writes.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
