@@ -167,7 +167,7 @@ WAYS_OUT = {
     "<kernel>.cu was not compiled or linked": (
         "use a toolkit that knows the GPU; the compiler's words follow"
     ),
-    "what was built cannot be loaded (<error>)": (
+    "the built library cannot be loaded (<error>)": (
         "remove the folder that the message names"
     ),
     "the driver refused to launch a CUDA kernel (<error>)": TRITON_SERVES,

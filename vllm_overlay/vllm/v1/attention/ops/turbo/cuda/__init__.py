@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA kernels, and what builds and launches them."""
+"""The CUDA kernels, their build and their launches."""

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Builds the CUDA kernels with FlashInfer's JIT: once for all processes of a host.
 
-A module is one source of ``cuda/`` with one header of constants, and exports one
-function, of tensors, through TVM-FFI. What has been built stays in FlashInfer's cache,
-where it is found again without FlashInfer, a compiler or a lock: see built.py. Run as
-a program it builds them ahead of time: see prebuild.py.
+A module is one source of ``cuda/csrc/`` with one header of constants. It exports one
+function of tensors through TVM-FFI. A built library stays in FlashInfer's cache, and is
+found there without FlashInfer, a compiler or a lock: see built.py. As a program, this
+file builds the kernels ahead of time: see prebuild.py.
 """
 
 import hashlib
@@ -26,14 +26,15 @@ from vllm.v1.attention.ops.turbo.cuda.built import find_built, publish, replace_
 logger = init_logger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
-# Heads that the kernels are for; decode_columns and extends are for fewer.
+# Head sizes that the kernels support; decode_columns and extends support fewer.
 SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # The header of constants that sources include: see constants.py.
 HEADER_NAME = "turbo_constants.h"
-# Optimisation of the host's code, which checks and launches: FlashInfer's -O3, which
-# comes before it, takes up to 3 s more of a module. Device code has a level of its own.
+# The optimisation level of host code, which checks arguments and launches. FlashInfer's
+# -O3, which comes before it, takes up to 3 s more a module. Device code has its own
+# level.
 _HOST_LEVEL = "-O1"
-# The most of the compiler's output that a message has.
+# The most lines, and columns of a line, of the compiler's output in a message.
 _OUTPUT_LINES = 10
 _OUTPUT_COLUMNS = 200
 # The modules that this process has compiled: "KERNEL INSTANCE".
@@ -45,9 +46,10 @@ _LAUNCH_REFUSED = "TurboLaunchRefused"
 class LaunchRefused(RuntimeError):
     """A kernel that was built and loaded cannot be launched on this GPU.
 
-    Nothing of it has run, and other kernels may: no image for the device, a driver that
-    is too old, more registers or shared memory than there are. Its message begins with
-    CUDA's name of the error. A fault of a kernel that ran is a plain RuntimeError.
+    It has not run, and other kernels still may run. The cause is a missing image for
+    the device, a driver that is too old, or too few registers or too little shared
+    memory. The message begins with CUDA's name of the error. A fault of a kernel that
+    ran is a plain RuntimeError.
     """
 
 
@@ -55,14 +57,13 @@ class CudaModule(NamedTuple):
     """The sources that a module is built from.
 
     Attributes:
-        kernel: The source, without ``.cu``, and the function that it exports.
-        instance: The name of the instance: no two modules of a kernel, built for the
-            same GPU, have the same.
-        header: The text of ``HEADER_NAME``, C++ with a macro a line.
-        flags: For nvcc.
-        folder: Where the source is; that of the kernel's name unless another is named.
-        is_specific: Whether it has instructions that its architecture alone has, and
-            GPUs after it have not.
+        kernel: The name of the source, without ``.cu``, and of the exported function.
+        instance: The name of the instance, unique among a kernel's modules for a GPU.
+        header: The text of ``HEADER_NAME``: C++, with one macro a line.
+        flags: Further flags of nvcc.
+        folder: The folder of the source; empty if it has the kernel's name.
+        is_specific: Whether it has instructions of its architecture alone, which later
+            GPUs lack.
 
     """
 
@@ -86,7 +87,7 @@ def _failure(reason: str, way_out: str) -> RuntimeError:
 def _not_writable(error: OSError) -> RuntimeError:
     return _failure(
         f"FlashInfer's cache cannot be written ({error})",
-        "Set FLASHINFER_WORKSPACE_BASE to a folder that can be",
+        "Set FLASHINFER_WORKSPACE_BASE to a folder that can be written",
     )
 
 
@@ -96,7 +97,7 @@ def _last_lines(text: str) -> str:
 
 
 def _import_jit() -> Any:
-    """``flashinfer.jit``, whose import makes its cache, if the tools are there too."""
+    """Import ``flashinfer.jit``, which makes its cache, and check for the tools."""
     try:
         from flashinfer import jit
         from flashinfer.jit.cpp_ext import get_cuda_path
@@ -120,19 +121,19 @@ def _import_jit() -> Any:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block can have."""
+    """The most bytes of shared memory of a thread block."""
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
 
 
 def capability_of(device: torch.device) -> int | None:
-    """The device's compute capability, such as 90; None if it is no GPU with one."""
+    """The device's compute capability, such as 90; None if it has none."""
     capability = current_platform.get_device_capability(device.index or 0)
     return None if capability is None else capability.to_int()
 
 
 def _architecture(device: torch.device) -> str:
-    """The device's own, whatever others FlashInfer's modules are built for."""
+    """The device's own architecture, whatever FlashInfer builds its modules for."""
     capability = capability_of(device)
     assert capability is not None
     return str(capability)
@@ -147,7 +148,7 @@ def compiler_flags(module: CudaModule, architecture: str) -> list[str]:
 
 
 def version_of_tvm_ffi() -> str:
-    """The version of TVM-FFI, whose headers a library is built with."""
+    """The version of TVM-FFI, whose headers a library is built with; else empty."""
     try:
         return metadata.version("apache-tvm-ffi")
     except metadata.PackageNotFoundError:
@@ -155,10 +156,9 @@ def version_of_tvm_ffi() -> str:
 
 
 def module_name(module: CudaModule, architecture: str) -> str:
-    """A name with a hash of all that goes into the module.
+    """A name with a hash of everything that a module is built from.
 
-    FlashInfer judges what it has built by its sources' times, which say nothing after
-    an installation.
+    FlashInfer compares the times of sources, which mean nothing after an installation.
     """
     digest = hashlib.sha256()
     parts = [*compiler_flags(module, architecture), version_of_tvm_ffi()]
@@ -173,7 +173,7 @@ def module_name(module: CudaModule, architecture: str) -> str:
 
 
 def _write_header(path: Path, text: str) -> None:
-    """Write it, whole or not at all, if it differs: a new time means a new build."""
+    """Write a header atomically, only if it differs: a new time causes a new build."""
     if path.exists() and path.read_text() == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,13 +212,13 @@ def _load_function(path: Path, name: str) -> Callable[..., None]:
 
 
 def build(module: CudaModule, device: torch.device) -> Path:
-    """Build a module for a device, if no process has.
+    """Build a module for a device, unless another process has built it.
 
     Returns:
-        The shared library.
+        The path of the shared library.
 
     Raises:
-        RuntimeError: If that cannot be done here; the message has the way out.
+        RuntimeError: If it cannot be built here; the message has the way out.
 
     """
     jit = _import_jit()
@@ -245,22 +245,22 @@ def build(module: CudaModule, device: torch.device) -> Path:
 
 
 def find(module: CudaModule, device: torch.device) -> Path | None:
-    """The shared library of a module that was built for such a device before."""
+    """The shared library of a module, if it was built for such a device before."""
     return find_built(module_name(module, _architecture(device)))
 
 
 def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., None]:
-    """Load a module, built before or now.
+    """Load a module, and build it first if it is not built.
 
     Args:
-        module: The module to build.
+        module: The module to load.
         device: The GPU to build it for.
 
     Returns:
-        Its function. It launches the kernel on the current stream of its tensors'
-        device, and raises ``LaunchRefused`` where that cannot be done, ValueError or
-        TypeError for tensors that the kernel does not take, and RuntimeError for other
-        errors of CUDA's.
+        The module's function. It launches the kernel on the current stream of its
+        tensors' device. It raises ``LaunchRefused`` if the launch is impossible,
+        ValueError or TypeError for tensors that the kernel does not take, and
+        RuntimeError for other errors of CUDA.
 
     Raises:
         RuntimeError: If it cannot be built or loaded; the message has the way out.
@@ -277,11 +277,11 @@ def build_and_load(module: CudaModule, device: torch.device) -> Callable[..., No
         return _load_function(path, module.kernel)
     except (AttributeError, OSError, RuntimeError) as error:
         raise _failure(
-            f"what was built cannot be loaded ({error})",
+            f"the built library cannot be loaded ({error})",
             f"Remove {path.parent} to have it built anew",
         ) from error
 
 
 if __name__ == "__main__":
-    # By its name: it imports this module.
+    # By name, because prebuild.py imports this module.
     runpy.run_module(f"{__spec__.parent}.prebuild", run_name="__main__")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""CUDA kernels that have been built: found and loaded without a compiler.
+"""Finds CUDA kernels that have been built, without a compiler.
 
-A library counts if a file beside it has its SHA-256, which is written when the linker
-has ended: nobody loads half of one that another process is writing, and no lock is
-needed, so that it may lie on a root that is read-only.
+A library counts if a file beside it has its SHA-256, which is written after the linker
+has ended. So no process loads a library that another is still writing. This needs no
+lock, and libraries may be on a read-only file system.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# The folder of libraries that are shipped with this package.
+# The folder of libraries that come with this package.
 PREBUILT_DIR = Path(__file__).parent / "prebuilt"
 
 
 def digest_path(library: Path) -> Path:
-    """Where the SHA-256 of a library lies."""
+    """The path of the file with a library's SHA-256."""
     return library.with_suffix(".sha256")
 
 
@@ -31,17 +31,17 @@ def file_digest(path: Path) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     whole = path.with_name(f"{path.name}.{os.getpid()}")
     whole.write_text(text)
     whole.replace(path)
 
 
 def publish(library: Path) -> None:
-    """Let a library that is whole be found.
+    """Record the SHA-256 of a complete library, so that it is found.
 
     Raises:
-        OSError: If that cannot be written.
+        OSError: If the record cannot be written.
 
     """
     digest, path = file_digest(library), digest_path(library)
@@ -50,10 +50,10 @@ def publish(library: Path) -> None:
 
 
 def _folders(name: str) -> Iterator[Path]:
-    """Where a library may lie: the package, and FlashInfer's cache.
+    """The folders that may have a library: the package's, and FlashInfer's cache.
 
-    The cache's folders are of a release of FlashInfer and of the architectures that it
-    builds for; a library's name says all that it is built from, so that any will do.
+    The cache has a folder for each release of FlashInfer and its architectures. All
+    are searched, because a library's name determines everything that it is built from.
     """
     yield PREBUILT_DIR
     base = os.getenv("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
@@ -62,7 +62,7 @@ def _folders(name: str) -> Iterator[Path]:
 
 
 def find_in(folder: Path, name: str) -> Path | None:
-    """The library of a module's name in a folder, if there is one that is whole."""
+    """The library of a module's name in a folder, if there is a complete one."""
     library = folder / f"{name}.so"
     try:
         wanted, found = digest_path(library).read_text().strip(), file_digest(library)
@@ -70,11 +70,11 @@ def find_in(folder: Path, name: str) -> Path | None:
         return None
     if found == wanted:
         return library
-    logger.warning("%s is left alone: its SHA-256 is not what was built.", library)
+    logger.warning("%s is not used: its SHA-256 differs from the build's.", library)
     return None
 
 
 def find_built(name: str) -> Path | None:
-    """The library of a module's name, if there is one that is whole."""
+    """The library of a module's name, if there is a complete one."""
     found = (find_in(folder, name) for folder in _folders(name))
     return next((library for library in found if library is not None), None)

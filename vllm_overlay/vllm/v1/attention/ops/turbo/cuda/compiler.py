@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""nvcc, called for modules of CUDA kernels without FlashInfer and without a GPU."""
+"""Calls nvcc for modules of CUDA kernels, without FlashInfer and without a GPU."""
 
 import os
 import shutil
@@ -18,10 +18,10 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
     compiler_flags,
 )
 
-# The flags of FlashInfer's that have a say in the device code.
+# FlashInfer's flags that affect device code.
 _FLAGS = ("-std=c++17", "-DNDEBUG", "--expt-relaxed-constexpr")
-# Of a library, which finds the CUDA runtime where PyTorch has loaded it. It has no
-# symbols but those that it exports.
+# The flags of a shared library. It uses the CUDA runtime that PyTorch has loaded, and
+# keeps only the symbols that it exports.
 LIBRARY_FLAGS = (
     "-shared",
     "-cudart=shared",
@@ -35,13 +35,13 @@ class CompileError(RuntimeError):
 
 
 def find_nvcc() -> str | None:
-    """Nvcc on PATH, or else of ``CUDA_HOME``."""
+    """The path of nvcc, from PATH or else from ``CUDA_HOME``."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
 
 
 def nvcc_release(nvcc: str) -> str:
-    """Such as 13.0."""
+    """The release of nvcc, such as 13.0."""
     text = subprocess.check_output([nvcc, "--version"], text=True)
     found = re.search(r"release (\d+\.\d+)", text)
     assert found is not None, text
@@ -49,7 +49,7 @@ def nvcc_release(nvcc: str) -> str:
 
 
 def include_flags() -> list[str]:
-    """For nvcc to find TVM-FFI's headers and the kernels' own."""
+    """The flags of nvcc for TVM-FFI's headers and the kernels' own."""
     from tvm_ffi import libinfo
 
     system = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
@@ -71,10 +71,10 @@ def compile_module(
         capability: The architecture's compute capability.
         nvcc: The compiler.
         output: The file to write.
-        flags: Flags that say what is made of it; a library without them.
+        flags: Flags for the kind of output, a shared library by default.
 
     Returns:
-        The compiler's words.
+        The compiler's output.
 
     Raises:
         CompileError: If it fails.

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The C++ header of constants that a module of CUDA kernels is compiled with.
 
-Each number of the format has one name in it, and comes from ``format.py``. What follows
-from the head size alone is a part of its own, for the merge is of no layout.
+Each number of the format has one name in it, and comes from ``format.py``. Constants
+that follow from the head size alone are a separate part, because the merge has no
+layout.
 """
 
 import torch
@@ -25,17 +26,17 @@ from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS
 
-# Bits of a trellis-coded code in the plane of branches; the path has one more.
+# Bits of a trellis code in the plane of branches; the path has one more.
 _BRANCH_BITS = 2
 _WORD_BITS = 32
-# The bias that makes levels of K unsigned bytes.
+# The bias that turns levels of K into unsigned bytes.
 _KEY_BYTE_BIAS = 128
 
 _Constants = dict[str, int | str]
 
 
 def _float(value: float) -> str:
-    """An fp32 number as C++ writes it."""
+    """An fp32 number as a C++ literal."""
     assert fp32(value) == value, value
     return f"{value.hex()}f"
 
@@ -45,7 +46,7 @@ def _half2(value: float) -> str:
 
 
 def _bytes(values: list[int]) -> str:
-    """Four of them in a word, the first lowest."""
+    """A C++ literal of a word with four bytes, the first one lowest."""
     return "0x" + bytes(v & 0xFF for v in reversed(values)).hex().upper() + "u"
 
 
@@ -81,7 +82,7 @@ def _of_scales(words: ScaleWords) -> _Constants:
 
 
 def _of_pages(layout: TurboFormat) -> _Constants:
-    """Where codes and scales lie, and what scale codes are."""
+    """The layout of codes and scales, and the coding of scales."""
     key_row_bits = _BRANCH_BITS if layout.key_codebook.trellis else layout.key_bits
     return {
         "IS_LATENT": 0,
@@ -93,11 +94,11 @@ def _of_pages(layout: TurboFormat) -> _Constants:
         "VALUE_BITS": layout.value_bits,
         "TILE_TOKENS": fmt.TILE_TOKENS,
         "TILE_BYTES": layout.tile_bytes,
-        # A token's codes of K, or branches.
+        # Bytes of a token's codes of K, or of their branches.
         "KEY_ROW_BYTES": layout.head_size * key_row_bits // 8,
-        # And with the path.
+        # The same with the path.
         "KEY_CODE_BYTES": layout.key_code_bytes,
-        # From the branches of a tile's K or V to its path bits.
+        # Bytes from the branches of a tile's K or V to its path bits.
         "PATHS_OFFSET": fmt.TILE_TOKENS * layout.head_size * _BRANCH_BITS // 8,
         "VALUE_CODES_OFFSET": layout.value_codes_offset,
         "KEY_SCALES_OFFSET": layout.key_scales_offset,
@@ -108,7 +109,7 @@ def _of_pages(layout: TurboFormat) -> _Constants:
 
 
 def _of_latent_pages(layout: LatentFormat) -> _Constants:
-    """The same of MLA, and the levels of its codes: see latent/tile.cuh."""
+    """The same for MLA, and the levels of its codes: see latent/tile.cuh."""
     linear, quadratic = layout.codebook.coefficients
     return {
         "LATENT_BITS": layout.bits,
@@ -132,12 +133,11 @@ def _of_latent_pages(layout: LatentFormat) -> _Constants:
 
 
 def _key_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
-    """Tables of bytes ``level + 128``, as table_coordinates of common/key_tables.cuh
-    looks them up.
+    """Tables of bytes ``level + 128`` for table_coordinates of common/key_tables.cuh.
 
-    A place is a code rotated left by a bit in the first table, and in the second the
-    complement of that. An entry of the second is itself inverted if the byte of the
-    first at the same code, but for bit 2, has its upper bit set.
+    The index is a code rotated left by a bit in the first table, and its complement in
+    the second. An entry of the second table is inverted if the upper bit is set in the
+    first table's byte for the same code without bit 2.
     """
     places = [(place >> 1) | (place & 1) << 3 for place in range(len(levels))]
     biased = [levels[code] + _KEY_BYTE_BIAS for code in places]
@@ -147,11 +147,11 @@ def _key_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _turned_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
-    """Tables of bytes, as decode/key_codes.cuh looks up codes with the branch below.
+    """Tables of bytes for decode/key_codes.cuh, whose codes have the branch lowest.
 
-    Code ``8 * b + 4 * a + c`` is of the level ``4 * c + 2 * a + b``. Those below eight
-    are in the first table, the others in the second, backwards. The other table's byte
-    for a code is the sign of its entry there, which an entry makes up for.
+    Code ``8 * b + 4 * a + c`` has the level ``4 * c + 2 * a + b``. The first table has
+    codes below eight, the second the others, backwards. A lookup also adds the sign of
+    the other table's entry, which each entry compensates.
     """
     pairs = [levels[4 * (code % 4) + 2 * (code // 4) :][:2] for code in range(8)]
     first = [low + (high < 0) for low, high in pairs]
@@ -160,8 +160,9 @@ def _turned_byte_tables(levels: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _of_decoding(layout: TurboFormat) -> _Constants:
-    """Levels as attention computes them: see value_levels.cuh and key_tables.cuh of
-    common/, and decode/key_codes.cuh.
+    """Constants from which attention computes levels.
+
+    common/value_levels.cuh, common/key_tables.cuh and decode/key_codes.cuh use them.
     """
     unit = fmt.KEY_LEVEL_UNIT
     integers = [round(m * unit) for m in layout.key_codebook.magnitudes]
@@ -184,7 +185,8 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
         "KEY_FIRST_HIGH": _bytes(first[4:]),
         "KEY_SECOND_LOW": _bytes(second[:4]),
         "KEY_SECOND_HIGH": _bytes(second[4:]),
-        # Of a scale, for bytes as the last ones of numbers from 8 on.
+        # A scale times this is the offset of keys, whose bytes are the low bytes of
+        # fp16 numbers from 8 on.
         "KEY_BYTE_OFFSET": _half2(-8.0 - _KEY_BYTE_BIAS / unit),
         "VALUE_LINEAR": _half2(value_linear),
         "VALUE_QUADRATIC": _half2(value_quadratic),
@@ -192,7 +194,7 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
 
 
 def _of_encoding(layout: TurboFormat | LatentFormat) -> _Constants:
-    """How the store rotates and chooses scales and codes.
+    """Constants by which the store rotates and chooses scales and codes.
 
     Latents have K's encoder.
     """
@@ -228,7 +230,7 @@ def _of_encoding(layout: TurboFormat | LatentFormat) -> _Constants:
 
 
 def _of_latent_encoding(layout: LatentFormat) -> _Constants:
-    """The names by which the store's headers know pages whose latents are K and V."""
+    """The constants of latents under the names that the store's headers use."""
     row_bits = _BRANCH_BITS if layout.codebook.trellis else layout.bits
     return {
         "IS_LATENT": 1,
@@ -261,8 +263,9 @@ def head_size_header(head_size: int, variant: Variant = PLAIN) -> str:
 
 
 def layout_header(layout: TurboFormat, variant: Variant = PLAIN) -> str:
-    """The constants of the other kernels of K and V: those of the head size, of the
-    variant and of the layout.
+    """The constants of the other kernels of K and V.
+
+    They follow from the head size, the variant and the layout.
     """
     return _header(
         _of_head_size(layout.head_size),

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Decode attention over packed pages as a CUDA kernel, built by FlashInfer's JIT.
 
-As ``triton.decode``, but one persistent grid cuts the batch's tiles evenly among
-its warps, whatever the lengths. ``cuda.merge`` joins the partial results. Of more
-queries than attend at once those of some numbers are served, on Hopper, by the kernel
-of ``decode_columns``.
+It computes the same as ``triton.decode``, but one persistent grid cuts the batch's
+tiles evenly among its warps, whatever the lengths. ``cuda.merge`` joins the partial
+results. On Hopper ``decode_columns`` serves some numbers of queries that would take
+several passes here.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,29 +28,30 @@ from vllm.v1.attention.ops.turbo.interface import (
     Variant,
 )
 
-# Queries of a KV head that attend at once; more do in further passes. The tensor core
-# has eight columns: with four queries they are shared by two halves of the work, and
-# with 16 each decoded fragment is multiplied by two of queries.
+# Queries of a KV head that attend in one pass; more take further passes. A product of
+# the tensor cores has eight columns. With four queries, two halves of the work share
+# them. With 16, each decoded fragment is multiplied by two fragments of queries.
 QUERIES = (4, 8, 16)
-# Warps a block, one block a multiprocessor; multiples of kTeamWarps of
-# decode/partition.cuh. More leave too few registers. Two pairs of tiles a warp are in
-# flight.
+# The number of a block's warps is a multiple of kTeamWarps of decode/partition.cuh.
+# There is one block a multiprocessor, and more warps would leave too few registers. A
+# warp has two pairs of tiles in flight.
 _TEAM_WARPS = 4
 _TILES_IN_FLIGHT = 4
-# Splits of all query tokens of a batch that there is room for in any case.
+# Partial results of a batch that there is room for in any case.
 _MAX_PARTIALS = 4096
-# A warp's columns at least. Of each: the query in int8 for both halves of the scale
-# groups, a few numbers, and the result, which is written where tiles were. Of each
-# token of two tiles, where a warp's lanes decode scales for each other: those of K, and
-# two sums of them. Then scores, where warps share tiles.
+# Sizes of a warp's shared memory. It has at least _MIN_COLUMNS columns. Each column has
+# the query in int8 for both halves of the scale groups, _COLUMN_BYTES of numbers, and
+# the result, which is written over the tiles. If lanes decode scales for each other,
+# each token of two tiles has its scales of K and _SCALE_SUMS sums. If warps share
+# tiles, there are scores.
 _MIN_COLUMNS = 8
 _QUERY_COPIES = 2
 _SCALE_SUMS = 2
 _COLUMN_BYTES = 32
 _RESULT_PADDING = 4
 _SHARED_BYTES_OF_SCORES = 1024
-# A block's. GPUs with less were not timed with scales that lanes decode for each other,
-# which on some takes room that warps need, and on some more registers.
+# Shared memory of a block on Hopper. Lanes that decode scales for each other were not
+# timed on GPUs with less. There they take room that warps need, or more registers.
 _SHARED_BYTES_OF_HOPPER = 232448
 
 
@@ -66,20 +67,20 @@ def tile_warps(head_size: int) -> int:
 
 
 def scales_by_warp(layout: TurboFormat, shared_bytes: int) -> bool:
-    """Whether a warp's lanes decode the scales of K for each other, by shared memory.
+    """Whether a warp's lanes decode the scales of K for each other.
 
-    Else each lane decodes what it needs, as three others do. A block has
-    ``shared_bytes`` of shared memory at most.
+    They exchange them through shared memory, of which a block has at most
+    ``shared_bytes``. Otherwise four lanes each decode the same scales.
     """
     if shared_bytes < _SHARED_BYTES_OF_HOPPER:
         return False
-    # Where there are few warps, lanes wait for each other longer than they gain, but
-    # with three bits.
+    # With few warps, lanes wait for each other longer than they gain, except with
+    # codes of three bits.
     return layout.head_size <= 128 or layout.key_codebook.bits == 3
 
 
 def num_warps(layout: TurboFormat, queries: int, shared_bytes: int) -> int:
-    """Warps a block, of which ``shared_bytes`` of shared memory serve all."""
+    """Warps of a block, which share ``shared_bytes`` of shared memory."""
     size, columns = layout.head_size, max(queries, _MIN_COLUMNS)
     sharing = tile_warps(size)
     word = torch.float32.itemsize
@@ -97,12 +98,15 @@ def num_warps(layout: TurboFormat, queries: int, shared_bytes: int) -> int:
 
 
 def queries_at_once(head_size: int) -> tuple[int, ...]:
-    """The numbers of ``QUERIES`` that have modules: registers hold the results."""
+    """The numbers of ``QUERIES`` that have modules: registers must hold the results."""
     return QUERIES if head_size <= 128 else QUERIES[:-1]
 
 
 def num_queries_at_once(head_size: int, num_queries: int) -> int:
-    """Which module serves so many queries of a sequence and KV head."""
+    """The queries of the module that serves ``num_queries`` of a sequence and KV head.
+
+    If there are more than in any module, they take several passes of the largest.
+    """
     served = queries_at_once(head_size)
     return next((n for n in served if num_queries <= n), served[-1])
 
@@ -117,7 +121,7 @@ def _served(
             yield layout, queries, variant
 
 
-# Its plans are queries of a KV head that attend at once.
+# A plan is the number of a KV head's queries that attend in one pass.
 DECODE = Family[TurboFormat, int](
     kernel="decode",
     title="decode kernel",
@@ -140,8 +144,9 @@ def rounds_queries(
     device: torch.device,
     variant: Variant = PLAIN,
 ) -> bool:
-    """Whether queries are used as ``reference.round_query`` has them, in int8; those of
-    ``decode_columns`` are used as they are, in fp16. The arguments are ``load``'s.
+    """Whether the kernel rounds queries to int8, as ``reference.round_query`` does.
+
+    ``decode_columns`` uses them in fp16. The arguments are those of ``load``.
     """
     capability = capability_of(device)
     return not decode_columns.serves(layout, num_queries, capability, variant)
@@ -153,12 +158,12 @@ def load(
     device: torch.device,
     variant: Variant = PLAIN,
 ) -> Callable[..., None]:
-    """Build, if need be, and load the kernel for a number of queries.
+    """Load the kernel for a number of queries, and build it first if it is not built.
 
     Args:
         layout: The cache's format.
-        num_queries: Queries of a sequence and KV head: query heads, times tokens.
-        device: Where it is to run.
+        num_queries: Queries of a sequence and KV head: query heads times tokens.
+        device: The GPU that runs it.
         variant: The layer's variant.
 
     Raises:
@@ -174,18 +179,17 @@ def load(
 def num_kv_splits(
     num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """Splits a sequence at most: room for partial results.
+    """The most splits of a sequence, which bounds its partial results.
 
-    The kernel itself decides on the ranges that its warps attend to, by lengths. A
-    sequence that is as long as all others together, or alone, is to have teams of
-    warps on every multiprocessor, unless the batch is so large that room for it would
-    cost too much.
+    The kernel chooses the ranges of its warps by lengths. A sequence that is alone, or
+    as long as all others together, gets teams of warps on every multiprocessor, unless
+    the batch is so large that its partial results would take too much memory.
 
     Args:
-        num_seqs: Sequences in the (padded) batch.
+        num_seqs: Sequences of the (padded) batch.
         num_kv_heads: KV heads.
         num_sms: Multiprocessors of the GPU.
-        query_len: Query tokens a sequence.
+        query_len: Query tokens of a sequence.
 
     """
     num_seqs = max(1, num_seqs)
@@ -205,12 +209,20 @@ def attend(
     partials: Partials,
     enable_pdl: bool,
 ) -> None:
-    """Run a kernel that makes partial results of pages, and the merge of these.
+    """Run a kernel that computes partial results from pages, and the merge.
 
-    With a window the kernel is also given lengths without its tokens, which the kernel
-    before it may have written, and the merge attends to these. ``load_kernel`` gives
-    the kernel of a layout, number of queries of a sequence and KV head, device, and
-    variant. The other arguments are ``AttentionFn``'s.
+    With a window, the kernel also takes lengths without the window's tokens, and the
+    merge attends to these. The previous kernel may have written the lengths.
+
+    Args:
+        load_kernel: Loads the kernel for a layout, a number of queries of a sequence
+            and KV head, a device and a variant.
+        query: As in ``AttentionFn``.
+        call: As in ``AttentionFn``.
+        partials: As in ``AttentionFn``.
+        enable_pdl: Whether kernels may begin before the previous one on the stream has
+            ended.
+
     """
     batch, scoring, device = call.batch, call.scoring, call.kv_cache.device
     num_tokens, num_heads, _ = query.vectors.shape
@@ -248,16 +260,15 @@ def decode_attention(
     partials: Partials,
     enable_pdl: bool = True,
 ) -> None:
-    """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
+    """Attend from each sequence's newest tokens to cached ones: an ``AttentionFn``.
 
-    The layout is one that ``DECODE`` has. S is the most splits of a
-    sequence; with S = 1 a result does not depend on the rest of the batch. With
-    ``enable_pdl`` kernels may begin, on GPUs that can, before the one before them on
-    the stream has ended; they wait for what they read.
+    ``DECODE`` has to support the layout. With one split a result does not depend on the
+    rest of the batch. With ``enable_pdl`` kernels may begin before the previous one on
+    the stream has ended, on GPUs that can. They wait for the data that they read.
 
     Raises:
-        RuntimeError: If the kernels cannot be built; see ``build_and_load`` for what
-            their functions raise.
+        RuntimeError: If the kernels cannot be built. ``build_and_load`` lists the
+            errors of their functions.
 
     """
     attend(load, query, call, partials, enable_pdl)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The decode kernel of many queries of a KV head on GPUs whose warpgroups multiply,
-which are Hopper's.
+"""The decode kernel for many queries of a KV head, on Hopper.
 
-As ``cuda.decode``, with the same partial results, but queries are the columns of
-products of warpgroups: keys and values are decoded once, to fp16 in registers, for all
-queries. Queries are used in fp16 as they are, and keys are decoded exactly, so scores
-have no error but that of the products' fp32 sums.
+Only Hopper's warpgroups multiply as it needs. It has the same partial results as
+``cuda.decode``, but queries are the columns of warpgroups' products. Keys and values
+are decoded once to fp16 in registers for all queries. Queries stay in fp16 and keys are
+decoded exactly, so only the products' fp32 sums have an error.
 """
 
 from collections.abc import Iterator
@@ -16,17 +15,18 @@ from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import PLAIN, Variant
 
-# Whose instructions it is made of.
+# The compute capability whose instructions it needs.
 CAPABILITY = 90
-# Queries of a KV head that attend at once.
+# Queries of a KV head that attend in one pass.
 NUM_COLUMNS = 32
-# How many queries of a sequence and KV head it serves: fewer are served in one pass by
-# ``cuda.decode``, too, and more in several. On an H200, 16 sequences of 32768 tokens
-# and 2 KV heads of 128 take 99 us for 17 queries and 101 for 32, which take that one
-# 151 and 154: benchmark_turbo_decode.py, turbo4_passes.
+# Numbers of queries of a sequence and KV head that it serves. For fewer,
+# ``cuda.decode`` takes one pass, too. More take several passes of either kernel.
+# Tuning: us of this kernel / of ``cuda.decode``, 16 x 32768, 2 KV heads of 128, an
+# H200, 2026-11, `benchmark_turbo_decode.py --arms turbo4 turbo4_passes`.
+# 17 queries: 99 / 151. 32 queries: 101 / 154.
 SERVED = range(17, NUM_COLUMNS + 1)
-# Warpgroups a block, one block a multiprocessor, and steps of 64 tokens that each has
-# or waits for.
+# Warpgroups of a block, with one block a multiprocessor, and the steps of 64 tokens
+# that each has in flight.
 _SETS = 4
 _STAGES = 3
 
@@ -37,10 +37,10 @@ def serves(
     capability: int | None,
     variant: Variant = PLAIN,
 ) -> bool:
-    """Whether so many queries of a sequence and KV head attend by it.
+    """Whether this kernel serves ``num_queries`` of a sequence and KV head.
 
-    ``cuda.decode`` serves layers with an offset or a soft cap: with these this kernel
-    spills registers.
+    With an offset or a soft cap this kernel would spill registers, and ``cuda.decode``
+    serves.
     """
     return (
         num_queries in SERVED

@@ -2,13 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention of a few dozen query tokens to packed pages, as a CUDA kernel.
 
-It is for prefix hits and short continuations of long contexts. As ``cuda.decode``,
-with the same partial results, but queries are the rows of products: some warps of a
-block decode each tile once, to fragments in shared memory, and others attend to that,
-with 16 queries a warp and up to 128 queries of a KV head a block. On Hopper the kernel
-of ``extend_rows`` serves. Queries are used in fp16 as they are, and keys are decoded to
-fp16 exactly, but where a scale is as good as zero beside one above 5120 in its tile, so
-scores have no error but that of the products' fp32 sums.
+It is for prefix hits and short continuations of long contexts. It has the same partial
+results as ``cuda.decode``, but queries are the rows of products. Some warps of a block
+decode each tile once to fragments in shared memory, and others attend to these, with 16
+queries a warp and up to 128 queries of a KV head a block. On Hopper ``extend_rows``
+serves.
+
+Queries stay in fp16. Keys are decoded to fp16 exactly, except where a scale is
+negligible beside a scale above 5120 in its tile. So only the products' fp32 sums have
+an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,40 +35,40 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 
 SUPPORTED_HEAD_SIZES = (64, 128, 256)
-# Queries of a warp, and the bytes of what is decoded, which is fp16.
+# Queries of a warp, and bytes of a decoded number, which is fp16.
 _WARP_ROWS = 16
 _NUMBER_BYTES = 2
-# Steps that are decoded and not yet attended to: the most, and the least with which
-# producers and consumers overlap.
+# Stages, steps that are decoded and not yet attended to: the most, and the least with
+# which producers and consumers overlap.
 _MAX_STAGES = 4
 _MIN_STAGES = 2
 # Steps of a producer whose pages are being copied.
 _COPIES = 3
-# Bytes of shared memory of a row, of a tile of a stage beside its numbers, and of a
-# block beside these: barriers, ranges and padding.
+# Bytes of shared memory for a row, for a stage's tile in addition to its numbers, and
+# for the rest of a block: barriers, ranges and padding.
 _ROW_BYTES = 12
 _TILE_FACTOR_BYTES = 8
 _BLOCK_BYTES = 384
-# The driver's own bytes of a block's shared memory.
+# Bytes of a block's shared memory that the driver reserves.
 _RESERVED_BYTES = 1024
-# Blocks a multiprocessor that work is divided among, and the splits of all query
-# tokens of a batch that there is room for in any case.
+# Blocks of a multiprocessor that share the work, and the partial results of a batch
+# that there is room for in any case.
 _BLOCKS_PER_SM = 2
 _MAX_PARTIALS = 4096
 
 
 class ExtendPlan(NamedTuple):
-    """How a block's warps share the work: ExtendPlan of extend/layout.cuh.
+    """The division of work among a block's warps: ExtendPlan of extend/layout.cuh.
 
     Attributes:
         consumers: Warps that attend, with 16 queries each.
         producers: Warps that decode.
         blocks: Blocks of a multiprocessor that registers have room for.
-        splits: Whether half of the producers decode K, and half V: then as many have
-            steps of half as many tiles.
-        overlaps: Whether a consumer makes scores of a part of a step while it weighs
-            those of the part before, or while it adds that part's values: for the
-            former it has the scores of two parts in registers.
+        splits: Whether half of the producers decode K and half V. A step then has half
+            as many tiles.
+        overlaps: Whether a consumer computes a part's scores while it weighs the
+            previous part's, with the scores of two parts in registers. Otherwise it
+            computes them while it adds the previous part's values.
 
     """
 
@@ -83,13 +85,14 @@ class ExtendPlan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Queries of a KV head that attend at once; more do in further passes."""
+        """Queries of a KV head that attend in one pass; more take further passes."""
         return _WARP_ROWS * self.consumers
 
 
-# By head size, and by their rows: the fastest of what was tried on an H200, within the
-# shared memory of GPUs whose blocks have 99 KiB. That of heads of 256 and 32 rows was
-# not timed. benchmark_turbo_extend.py has --warps and --plans to try others.
+# Plans by head size, ascending by rows. They fit in 99 KiB of shared memory, the least
+# that a GPU's blocks have.
+# Tuning: the fastest that were tried on an H200, 2026-11, `ci/gpu.py extend`, whose
+# --warps and --plans try others. The plan of 256 and 32 rows was not timed.
 _PLANS = {
     64: (
         ExtendPlan(2, 2, 3),
@@ -105,14 +108,15 @@ _PLANS = {
 
 
 def plan_for(layout: TurboFormat, num_queries: int) -> ExtendPlan:
-    """How so many queries of a sequence and KV head attend."""
+    """The plan for a number of queries of a sequence and KV head."""
     plans = _PLANS[layout.head_size]
     return next((plan for plan in plans if num_queries <= plan.rows), plans[-1])
 
 
 def num_stages(layout: TurboFormat, plan: ExtendPlan, shared_bytes: int) -> int:
-    """Stages of a block of GPUs whose blocks have ``shared_bytes`` of shared memory:
-    as many as leave room for all of a multiprocessor's blocks, or for fewer blocks.
+    """The stages of a block that has at most ``shared_bytes`` of shared memory.
+
+    They leave room for all blocks of a multiprocessor, or for fewer if they must.
     """
     numbers = 2 * fmt.TILE_TOKENS * layout.head_size
     per_stage = plan.tiles * (numbers * _NUMBER_BYTES + _TILE_FACTOR_BYTES)
@@ -171,12 +175,12 @@ def load(
     device: torch.device,
     variant: Variant = PLAIN,
 ) -> Callable[..., None]:
-    """Build, if need be, and load the kernel for a number of queries.
+    """Load the kernel for a number of queries, and build it first if it is not built.
 
     Args:
         layout: The cache's format.
-        num_queries: Queries of a sequence and KV head: query heads, times tokens.
-        device: Where it is to run.
+        num_queries: Queries of a sequence and KV head: query heads times tokens.
+        device: The GPU that runs it.
         variant: The layer's variant.
 
     Raises:
@@ -192,17 +196,17 @@ def load(
 def num_kv_splits(
     num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """Splits a sequence at most: room for partial results.
+    """The most splits of a sequence, which bounds its partial results.
 
-    As ``cuda.decode.num_kv_splits``, with blocks in place of warps: the kernel itself
-    decides on the ranges, by lengths, and a sequence that is alone is to have all
-    blocks, unless the batch is so large that room for it would cost too much.
+    The kernel chooses the ranges of its blocks by lengths. A sequence that is alone
+    gets all blocks, unless the batch is so large that its partial results would take
+    too much memory.
 
     Args:
-        num_seqs: Sequences in the (padded) batch.
+        num_seqs: Sequences of the (padded) batch.
         num_kv_heads: KV heads.
         num_sms: Multiprocessors of the GPU.
-        query_len: Query tokens a sequence.
+        query_len: Query tokens of a sequence.
 
     """
     num_seqs = max(1, num_seqs)
@@ -219,15 +223,15 @@ def extend_attention(
     partials: Partials,
     enable_pdl: bool = True,
 ) -> None:
-    """Attend from each sequence's last tokens to its cached tokens: ``AttentionFn``.
+    """Attend from each sequence's newest tokens to cached ones: an ``AttentionFn``.
 
-    The layout is one that ``EXTEND`` has. With newest tokens the cache is read up to
-    the query tokens, and the merge attends to these, one after the other, or adds what
-    attention to them gave.
+    ``EXTEND`` has to support the layout. With ``call.newest`` the cache is read up to
+    the query tokens. The merge attends to these one by one, or adds
+    ``call.newest.attended``.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
+            of its function.
 
     """
     cuda_decode.attend(load, query, call, partials, enable_pdl)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The extend kernel of GPUs whose warpgroups multiply, which are Hopper's.
+"""The extend kernel of Hopper, whose warpgroups multiply.
 
-As ``cuda.extend``, with the same partial results, but queries are the rows of products
-of warpgroups: some warps of a block decode each tile once to shared memory, and others
-attend to that, with 64 queries a warpgroup. Of a tile's keys the scales are taken
-relative to a power of two of its largest, which scores are multiplied by in fp32.
+It has the same partial results as ``cuda.extend``, but queries are the rows of
+warpgroups' products. Some warps of a block decode each tile once to shared memory, and
+others attend to it, with 64 queries a warpgroup. The scales of a tile's keys are
+relative to a power of two near the largest, and scores are multiplied by that in fp32.
 
-Its results are partial ones for the merge, or outputs (``extend_outputs``): then the
-query tokens' keys and values are a sequence's last tiles, rotated in fp16, and a block
-rotates queries as it loads them, and the results back if it has all tiles of these
-queries. Only what several blocks have parts of is joined by another kernel.
+It ends in partial results for the merge, or in outputs (``extend_outputs``). For the
+latter, the query tokens' keys and values are a sequence's last tiles, rotated in fp16.
+A block rotates queries as it loads them. It rotates results back if it has all tiles of
+these queries. Another kernel joins results that several blocks have parts of.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,30 +33,31 @@ from vllm.v1.attention.ops.turbo.interface import (
     score_factor,
 )
 
-# Whose instructions it is made of.
+# The compute capability whose instructions it needs.
 CAPABILITY = 90
 # Queries of a product.
 _TILE_ROWS = 64
-# Partial results of a row that a block may have: of the pass that it goes on with, and
-# of the one that it does not end.
+# The most partial results of a row in a block: one for a pass that another block began,
+# and one for a pass that it does not end.
 _RANGE_PARTS = 2
 
 
 class RowsPlan(NamedTuple):
-    """How a block's warps share the work: RowsPlan of extend_rows/layout.cuh.
+    """The division of work among a block's warps: RowsPlan of extend_rows/layout.cuh.
 
     Attributes:
         consumers: Warpgroups that attend.
-        producers: Warpgroups that decode, step by step in turns.
+        producers: Warpgroups that decode, taking turns at steps.
         blocks: Blocks of a multiprocessor.
         tiles: Tiles of a step.
         stages: Steps that are decoded and not yet attended to.
         copies: A producer's steps whose pages are being copied.
-        registers: Registers of a lane that attends; producers have the rest.
-        holds_queries: Whether it has its queries in registers, not in shared memory.
-        row_tiles: Its products, of 64 queries each.
-        overlaps: Whether it weighs scores while values are added: it takes more
-            registers.
+        registers: Registers of a consumer's lane; producers have the rest.
+        holds_queries: Whether a consumer has its queries in registers, not in shared
+            memory.
+        row_tiles: Products of a consumer, with 64 queries each.
+        overlaps: Whether a consumer weighs scores while values are added, which takes
+            more registers.
 
     """
 
@@ -73,13 +74,13 @@ class RowsPlan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Queries of a KV head that attend at once; more do in further passes."""
+        """Queries of a KV head that attend in one pass; more take further passes."""
         return _TILE_ROWS * self.row_tiles * self.consumers
 
 
-# By head size, and by their rows. On an H200, merge included, 16 sequences of 32768
-# tokens and 8 KV heads of 128 take 420 us for 64 queries, where bf16's FlashAttention 3
-# takes 497: benchmark_turbo_extend.py.
+# Plans by head size, ascending by rows.
+# Tuning: 16 x 32768, 8 KV heads of 128, 64 queries of a KV head, an H200, 2026-11,
+# `ci/gpu.py extend`: 420 us with the merge, and 497 of FlashAttention 3 on bf16.
 _PLANS = {
     64: (RowsPlan(1, 2, 1, 4, 4, 3, 200), RowsPlan(2, 2, 1, 4, 4, 2, 152)),
     128: (
@@ -91,8 +92,8 @@ _PLANS = {
         RowsPlan(2, 2, 1, 4, 2, 1, 208),
     ),
 }
-# The same of kernels that end in outputs, by dtype and head size: of what was measured.
-# With heads of 256 the merge was faster.
+# The same for kernels that end in outputs, by dtype and head size. Others were not
+# measured, except heads of 256, with which the merge was faster.
 _OUTPUT_PLANS = {
     ("turbo4", 64): (
         RowsPlan(1, 2, 1, 4, 4, 3, 200, holds_queries=True, overlaps=True),
@@ -110,13 +111,13 @@ _OUTPUT_PLANS = {
 def plan_for(
     layout: TurboFormat, num_queries: int, with_outputs: bool = False
 ) -> RowsPlan:
-    """How so many queries of a sequence and KV head attend."""
+    """The plan for a number of queries of a sequence and KV head."""
     plans: Sequence[RowsPlan] = _PLANS[layout.head_size]
     if with_outputs:
         plans = _OUTPUT_PLANS[layout.name, layout.head_size]
     *smaller, largest = plans
     if largest.row_tiles > 1:
-        # With more products of no queries than a smaller one has it takes longer.
+        # The largest plan is slower if it has a whole product without queries.
         if -num_queries % largest.rows < _TILE_ROWS:
             return largest
         plans = smaller
@@ -126,8 +127,8 @@ def plan_for(
 def _served(
     layout: TurboFormat, demand: Demand, with_outputs: bool
 ) -> Iterator[tuple[TurboFormat, RowsPlan, Variant]]:
-    # Outputs are for keys without an offset. Partial results are for these, too: for
-    # ranks that share the context, and for few requests.
+    # Outputs need keys without an offset. Such keys also need partial results, for
+    # ranks that share the context and for few requests.
     family = OUTPUTS if with_outputs else ROWS
     if with_outputs and demand.variant.key_offset:
         return
@@ -174,7 +175,7 @@ def output_scratch(
     num_sms: int,
     num_own_tiles: int,
 ) -> TensorSpecs:
-    """See ``KernelSet.output_scratch``."""
+    """``KernelSet.output_scratch``: shapes and dtypes of ``OutputScratch``."""
     tile_numbers = 2 * fmt.TILE_TOKENS * layout.head_size
     plans = _OUTPUT_PLANS[layout.name, layout.head_size]
     rows = max(plan.blocks * plan.rows for plan in plans)
@@ -189,11 +190,11 @@ def output_scratch(
 def extend_outputs(
     call: AttentionCall, scratch: OutputScratch, enable_pdl: bool = True
 ) -> None:
-    """Attend from each sequence's last tokens to all that it has: ``OutputsFn``.
+    """Attend from each sequence's newest tokens to all its tokens: an ``OutputsFn``.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
+            of its function.
 
     """
     query, batch, scoring = call.query, call.batch, call.scoring
@@ -210,7 +211,7 @@ def extend_outputs(
     plan = plan_for(call.layout, num_queries, True)
     OUTPUTS.load(call.layout, plan, call.kv_cache.device, scoring.variant())(
         query,
-        # The rotation's norm is taken off where it is done.
+        # The kernel rotates with entries +-1, so the factor has the rotation's norm.
         score_factor(call.layout, scoring.scale) * head_size**-0.5,
         call.kv_cache,
         batch.block_table,

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A CUDA kernel as a family of modules: one for each layout, plan and variant.
 
-Each kernel declares its family once. The declaration says which layouts and GPUs have
-the kernel, what its instances are named, and what serving may ask for.
+Each kernel declares its family once. The declaration has the layouts and GPUs of the
+kernel, the names of its instances, and the instances that serving may ask for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from vllm.v1.attention.ops.turbo.cuda.build import (
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import PLAIN, Variant
 
-# Compute capability -> bytes of shared memory that a block can have. Modules are built
-# for these where there is no such GPU to be asked.
+# The most bytes of shared memory of a thread block, by compute capability. Modules are
+# built for these without asking a GPU.
 ARCHITECTURES = {
     80: 166912,
     86: 101376,
@@ -37,14 +37,13 @@ PlanT = TypeVar("PlanT")
 
 
 class Demand(NamedTuple):
-    """The batches of a layer, by which kernels must be there.
+    """The batches of a layer, which determine the kernels that it needs.
 
     Attributes:
         num_queries_per_kv: Query heads a KV head; with MLA all query heads.
-        max_query_len: Query tokens of a sequence that is decoded, at most.
-        max_extend_len: Query tokens of a sequence that is extended, at most; 0 for no
-            extends.
-        capability: The GPU's compute capability, such as 90; None for none.
+        max_query_len: The most query tokens of a decode request.
+        max_extend_len: The most query tokens of an extend; 0 for no extends.
+        capability: The GPU's compute capability, such as 90; None if unknown.
         variant: The layer's variant.
 
     """
@@ -56,7 +55,7 @@ class Demand(NamedTuple):
     variant: Variant = PLAIN
 
     def numbers_of_queries(self, max_len: int) -> Iterator[int]:
-        """Queries of a KV head of sequences with 1 to ``max_len`` query tokens."""
+        """Queries of a KV head, for sequences with 1 to ``max_len`` query tokens."""
         for query_len in range(1, max_len + 1):
             yield self.num_queries_per_kv * query_len
 
@@ -65,9 +64,10 @@ class ServingModule(NamedTuple):
     """A module that serving may ask for.
 
     Attributes:
-        name: The kernel and the instance, as the build's log has them.
-        load: Builds, if need be, and loads the module; returns its function.
-        make: Makes the module for GPUs whose blocks have so much shared memory.
+        name: The kernel and the instance, as in the build's log.
+        load: Loads the module, and builds it first if it is not built; returns its
+            function.
+        make: Makes the module from the most bytes of shared memory of a block.
 
     """
 
@@ -79,7 +79,7 @@ class ServingModule(NamedTuple):
 def by_head_size(
     head_sizes: Iterable[int], title: str
 ) -> Callable[[TurboFormat], str | None]:
-    """A ``Family.refusal`` of layouts with other head sizes than these."""
+    """A ``Family.refusal`` of layouts with other head sizes."""
 
     def refusal(layout: TurboFormat) -> str | None:
         if layout.head_size in head_sizes:
@@ -91,7 +91,7 @@ def by_head_size(
 
 @cache
 def _common(variant: Variant, other: Variant) -> Variant:
-    """The features that both have. It is asked for at each launch."""
+    """The features of both variants. It is cached because each launch asks for it."""
     return Variant(*(a and b for a, b in zip(variant, other)))
 
 
@@ -100,23 +100,23 @@ class Family(Generic[LayoutT, PlanT]):
     """A CUDA kernel, and the modules that it is compiled to.
 
     Attributes:
-        kernel: The source without ``.cu``, and the function that it exports.
+        kernel: The name of the source, without ``.cu``, and of the exported function.
         title: The kernel's name in messages.
-        refusal: Says why there is no instance for a layout, on whatever GPU; None if
-            there is one.
-        name: Makes an instance's name from the layout and the plan, to which the
-            variant's parts are added.
+        refusal: Gives the reason why no GPU has an instance for a layout; None if there
+            is one.
+        name: Makes an instance's name from the layout and the plan. The variant's
+            suffix is added.
         header: Makes the header of constants from the layout and the variant.
         served: Yields the layouts, plans and variants that serving may ask for.
         variants: The parts of a variant that the kernel is compiled for.
-        capability: The compute capability of the GPUs that have the kernel; None: 8.0
-            and later.
+        capability: The one compute capability that has the kernel; None for 8.0 and
+            later.
         defines: Makes the macros from the layout, the plan and the bytes of shared
             memory of a block.
-        flags: More flags of nvcc.
-        folder: The folder of the source; empty: named as the kernel.
-        is_specific: Whether a plan's instructions are those of one architecture, and
-            not of later ones.
+        flags: Further flags of nvcc.
+        folder: The folder of the source; empty if it has the kernel's name.
+        is_specific: Whether a plan has instructions of one architecture alone, which
+            later GPUs lack.
 
     """
 
@@ -136,11 +136,11 @@ class Family(Generic[LayoutT, PlanT]):
     def unsupported_reason(
         self, layout: LayoutT, capability: int | None = None
     ) -> str | None:
-        """Why a layout has no such kernel on GPUs of a compute capability.
+        """The reason why a layout has no such kernel on a GPU.
 
         Args:
             layout: The cache's format.
-            capability: Such as 90; None without a GPU.
+            capability: The GPU's compute capability, such as 90; None without a GPU.
 
         Returns:
             A part of a sentence; None if the layout has the kernel.
@@ -168,7 +168,7 @@ class Family(Generic[LayoutT, PlanT]):
         variant: Variant = PLAIN,
         shared_bytes: int = 0,
     ) -> CudaModule:
-        """The module of an instance, for GPUs whose blocks have so much shared memory.
+        """The module of an instance, for blocks of up to ``shared_bytes``.
 
         Raises:
             RuntimeError: If there is no instance for the layout.
@@ -195,7 +195,7 @@ class Family(Generic[LayoutT, PlanT]):
         device: torch.device,
         variant: Variant = PLAIN,
     ) -> Callable[..., None]:
-        """Build, if need be, and load an instance; its function.
+        """Load an instance's function, and build it first if it is not built.
 
         Raises:
             RuntimeError: If it cannot be built.
@@ -206,7 +206,7 @@ class Family(Generic[LayoutT, PlanT]):
     def serving_module(
         self, layout: LayoutT, plan: PlanT, device: torch.device, variant: Variant
     ) -> ServingModule:
-        """An instance as serving asks for it."""
+        """An instance as a ``ServingModule``."""
         return ServingModule(
             f"{self.kernel} {self.instance(layout, plan, variant)}",
             partial(self.load, layout, plan, device, variant),
@@ -222,7 +222,7 @@ def load_instance(
     device: torch.device,
     variant: Variant,
 ) -> Callable[..., None]:
-    """As ``Family.load``, once for a variant that the kernel is compiled for."""
+    """``Family.load``, cached by the variant that the kernel is compiled for."""
     module = family.module(layout, plan, variant, shared_memory(device))
     return build_and_load(module, device)
 
@@ -235,12 +235,12 @@ def modules_for(
 ) -> list[ServingModule]:
     """All modules that a layer's batches may ask for, each once.
 
-    They may be loaded side by side, in threads.
+    Threads may load them at the same time.
 
     Args:
         families: The kernels of layers of this kind.
         layout: The cache's format.
-        demand: The layer's batches; without a ``capability`` the GPU is asked.
+        demand: The layer's batches; a missing ``capability`` is taken from the GPU.
         device: The GPU; None for the current one.
 
     """

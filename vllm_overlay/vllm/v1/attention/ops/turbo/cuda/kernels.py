@@ -22,7 +22,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 
 
 class CudaKernels(NamedTuple):
-    """See ``KernelSet``: for layouts without a ``decode.unsupported_reason``."""
+    """The ``KernelSet`` for layouts that ``decode.DECODE`` supports."""
 
     reason: str = ""
     name: str = CUDA
@@ -62,4 +62,4 @@ class CudaKernels(NamedTuple):
     def make_matrices(self, head_size: int, device: torch.device) -> None:
         cuda_store.make_matrices(head_size, device)
         for inverse in (False, True):
-            rotation_matrix(head_size, device, inverse=inverse)  # of prefill
+            rotation_matrix(head_size, device, inverse=inverse)  # for prefills

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Decode attention to the packed latents of MLA, built by FlashInfer's JIT.
 
-As ``cuda.decode``, by instances that ``latent_plans`` has. One persistent grid cuts the
-batch's steps of 64 tokens evenly among its blocks, whatever the lengths.
+Like ``cuda.decode``, with the instances of ``latent_plans``. One persistent grid cuts
+the batch's steps of 64 tokens evenly among its blocks, whatever the lengths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,15 +27,15 @@ from vllm.v1.attention.ops.turbo.latent.interface import (
     check_latent_query,
 )
 
-# Splits of all query tokens of a batch that there is room for in any case.
+# Partial results of a batch that there is room for in any case.
 _MAX_PARTIALS = 1024
 
 
 def unsupported_reason(capability: int) -> str | None:
-    """Why GPUs of a compute capability have no CUDA kernels of MLA; None if they have.
+    """The reason why GPUs have no CUDA kernels of MLA; None if they have them.
 
     Args:
-        capability: Such as 90.
+        capability: The compute capability, such as 90.
 
     """
     if capability < FIRST_CAPABILITY:
@@ -44,7 +44,7 @@ def unsupported_reason(capability: int) -> str | None:
 
 
 def serves(layout: LatentFormat) -> bool:
-    """Whether the kernel reads a layout's codes: those of four bits."""
+    """Whether the kernel reads a layout's codes: only four-bit ones."""
     return layout.bits == 4
 
 
@@ -109,17 +109,17 @@ def num_decode_splits(
     query_len: int = 1,
     plans: Sequence[Plan] | None = None,
 ) -> int:
-    """See ``latent.interface.LatentSplitsFn``.
+    """The most splits of a sequence: a ``latent.interface.LatentSplitsFn``.
 
-    The kernel itself decides on the ranges that its blocks attend to, by lengths. A
-    sequence alone is to have a range on every multiprocessor, unless the batch is so
-    large that room for it would cost too much.
+    The kernel chooses the ranges of its blocks by lengths. A sequence that is alone
+    gets a range on every multiprocessor, unless the batch is so large that its partial
+    results would take too much memory.
 
     Args:
-        num_seqs: See there, as the next three.
+        num_seqs: Sequences of the (padded) batch.
         num_heads: Query heads.
         num_sms: Multiprocessors of the GPU.
-        query_len: Query tokens a sequence, at most.
+        query_len: The most query tokens of a sequence.
         plans: Plans to choose from; None for those that serve on the first GPU.
 
     """
@@ -146,30 +146,34 @@ def decode_attention(
     enable_pdl: bool = True,
     plans: Sequence[Plan] | None = None,
 ) -> None:
-    """See ``latent.interface.LatentAttentionFn``.
+    """Attend to packed latents: a ``latent.interface.LatentAttentionFn``.
 
-    The layout is one that this ``serves``, and the GPU has no ``unsupported_reason``.
-    Queries' strides are even. Coordinates are decoded to fp16: rotary keys are to be
+    The layout must be one that this ``serves``, and the GPU must have no
+    ``unsupported_reason``. Coordinates are decoded to fp16, so rotary keys must be
     within 65504.
 
     Args:
-        query: See there, as the next nine.
-        query_rope: (T, Hq, R).
-        kv_cache: Pages.
+        query: (T, Hq, L) bf16 or fp16, in the coordinates of the rotated latent; last
+            axis contiguous, strides even.
+        query_rope: (T, Hq, R) of the same dtype; last axis contiguous, strides even;
+            None if R is 0.
+        kv_cache: (num_blocks, N, C) uint8; see ``check_latent_pages``.
         layout: The cache's format.
         batch: The sequences.
-        partials: Scratch.
-        output: (T, Hq, L).
-        lse: (T, Hq).
+        partials: Scratch; its size bounds the splits of a sequence.
+        output: (T, Hq, L) bf16, fp16 or fp32, written, in the coordinates of the
+            rotated latent; last axis contiguous.
+        lse: (T, Hq) fp32, written: natural log-sum-exp of the scores; last axis
+            contiguous.
         scale: Softmax scale.
-        enable_pdl: Whether kernels may begin before the one before them on the stream
-            has ended; they wait for what they read.
+        enable_pdl: Whether kernels may begin before the previous one on the stream has
+            ended. They wait for the data that they read.
         plans: Plans to choose from, which run on the GPU; None for those that serve
             there.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
+            of its function.
 
     """
     if batch.num_seqs == 0:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Gather for MLA as a CUDA kernel: dequantise cached context for prefill."""
+"""Gather for MLA as a CUDA kernel: dequantises cached context for a prefill."""
 
 import torch
 
@@ -30,15 +30,15 @@ def gather(
     seq_starts: torch.Tensor | None = None,
     enable_pdl: bool = True,
 ) -> None:
-    """See ``latent.interface.LatentGatherFn``.
+    """Dequantise cached latents: a ``latent.interface.LatentGatherFn``.
 
     The output's rows begin at multiples of four elements. With ``enable_pdl`` the
-    kernel may begin before the one before it on the stream has ended; it waits for what
-    it reads.
+    kernel may begin before the previous one on the stream has ended. It waits for the
+    data that it reads.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
+            of its function.
 
     """
     if num_tokens == 0:

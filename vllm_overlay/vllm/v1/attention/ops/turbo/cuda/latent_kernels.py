@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.latent.interface import (
 
 
 class CudaLatentKernels(NamedTuple):
-    """See ``LatentKernels``: for layouts that ``latent_decode.serves``."""
+    """The ``LatentKernels`` for layouts that ``latent_decode.serves``."""
 
     reason: str = ""
     name: str = CUDA

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which modules of CUDA kernels MLA may ask for: as ``modules``, for packed latents."""
+"""The modules of CUDA kernels that MLA may ask for, like ``modules`` for K and V."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -30,17 +30,17 @@ def all_latent_modules(
     """The modules that MLA may ask for on GPUs of an architecture, by name.
 
     Args:
-        capability: Such as 90.
+        capability: The compute capability, such as 90.
         cache_dtypes: The turbo dtypes; some have no format of latents.
         head_sizes: Sizes of a latent and its rotary key together.
 
     """
     if unsupported_reason(capability):
         return {}
-    # One query head has so many query tokens that each plan serves some.
+    # One query head, with enough query tokens to need every plan.
     max_query_len = max(plan.columns for plan in plans_of(capability))
     demand = Demand(1, max_query_len, capability=capability)
-    device = torch.device("cuda", 0)  # not asked for anything
+    device = torch.device("cuda", 0)  # not used
     return {
         module.name: module.make(0)
         for name, size in product(cache_dtypes, head_sizes)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Store for MLA as a CUDA kernel: quantise latents and rotary keys into pages."""
+"""Store for MLA as a CUDA kernel: quantises latents and rotary keys into pages."""
 
 import torch
 
@@ -13,10 +13,11 @@ from vllm.v1.attention.ops.turbo.latent.format import (
     LatentFormat,
 )
 
-# Up to so many tokens four lanes share a group and a latent's 128 coordinates are a
-# warp's; of more a lane has a group. By the rank. On an H200, with latents of 512, four
-# lanes and one take 7.0 and 7.9 us of 256 tokens, and 8.6 and 8.2 of 512; with codes of
-# three bits 11.5 and 12.0 of 128, and 13.0 and 12.1 of 256.
+# The most tokens with which four lanes share a group, by the rank. A warp then has 128
+# coordinates. With more tokens each lane has a group.
+# Tuning: us of four lanes / of one, latents of 512, an H200, 2026-11, `ci/gpu.py mla`.
+# Four bits: 7.0 / 7.9 for 256 tokens, 8.6 / 8.2 for 512.
+# Three bits: 11.5 / 12.0 for 128 tokens, 13.0 / 12.1 for 256.
 _FEW_TOKENS = {512: 256, 256: 512}
 
 
@@ -26,7 +27,7 @@ def default_parts(num_tokens: int, layout: LatentFormat) -> int:
 
 
 def store_sizes(layout: LatentFormat) -> list[int]:
-    """Numbers of tokens of which each takes another kernel."""
+    """Numbers of tokens that each launch a different kernel."""
     return [1, _FEW_TOKENS[layout.rank] + 1]
 
 
@@ -37,15 +38,16 @@ LATENT_STORE = Family[LatentFormat, None](
     name=lambda layout, _: f"{layout.name}_{layout.rank}_{layout.rope}",
     header=lambda layout, _: latent_store_header(layout),
     served=lambda layout, demand: [(layout, None, demand.variant)],
-    # The bytes are exact: no multiply-add may be fused.
+    # A fused multiply-add would change the stored bytes.
     flags=("-fmad=false",),
     folder="latent",
 )
 
 
 def make_tables(rank: int, device: torch.device) -> None:
-    """Make the tables of levels of the presets, which are kept for good: before a CUDA
-    graph is captured.
+    """Make the tables of the presets' levels, which are kept for good.
+
+    They must be made before a CUDA graph is captured.
     """
     for head_size, (size, _) in LATENT_SIZES.items():
         if size == rank:
@@ -62,25 +64,24 @@ def store(
     parts: int | None = None,
     enable_pdl: bool = True,
 ) -> None:
-    """See ``latent.interface.LatentStoreFn``.
-
-    Blocks of the cache and rows of ``kv_c`` are at multiples of 16 bytes, rows of
-    ``k_pe`` at multiples of 8. With ``enable_pdl`` the kernel may begin before the one
-    before it on the stream has ended, for which it waits before it reads or writes
-    anything but constants.
+    """Quantise latents and rotary keys: a ``latent.interface.LatentStoreFn``.
 
     Args:
-        kv_cache: See there, as the next four.
-        slot_mapping: (T,).
-        kv_c: (>= T, L).
-        k_pe: (>= T, R).
+        kv_cache: (num_blocks, N, C) uint8, blocks at multiples of 16 bytes; see
+            ``check_latent_pages``.
+        slot_mapping: (T,) int64, block * N + position, or -1 to store nothing.
+        kv_c: (>= T, L) bf16 or fp16, rows contiguous and at multiples of 16 bytes.
+        k_pe: (>= T, R) of the same dtype, rows contiguous and at multiples of 8 bytes;
+            ignored if R is 0.
         layout: The cache's format.
         parts: Lanes that share a scale group, 1 or 4; None for ``default_parts``.
-        enable_pdl: See above.
+        enable_pdl: Whether the kernel may begin before the previous one on the stream
+            has ended. It waits for that before it reads or writes anything but
+            constants.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
+            of its function.
 
     """
     num_tokens = slot_mapping.shape[0]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Merge of decode attention's splits as a CUDA kernel: see ``triton.merge``."""
+"""The CUDA kernel that merges decode attention's splits, like ``triton.merge``."""
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
@@ -15,12 +15,12 @@ from vllm.v1.attention.ops.turbo.interface import (
     Variant,
 )
 
-# kRecentHeads of merge/recent_scores.cuh, of heads of up to 128.
+# kRecentHeads of merge/recent_scores.cuh, for heads of up to 128.
 _WINDOW_HEADS = 4
-# Newest tokens of an extend that a row attends to by itself, one after the other. On an
-# H200 an extend of 64 sequences of 4096 tokens, with 32 query heads and 8 KV heads of
-# 128, takes 472 us so with 32 tokens and 448 if FlashAttention does it before; with 64
-# 1086 and 874, with 128 2772 and 1719 (benchmark_turbo_extend.py).
+# The most newest tokens of an extend that a row of the merge attends to, one by one.
+# Tuning: us of an extend so / if FlashAttention attends to them before, 64 x 4096, 32
+# query heads, 8 KV heads of 128, an H200, 2026-11, `ci/gpu.py extend`.
+# 32 tokens: 472 / 448. 64 tokens: 1086 / 874. 128 tokens: 2772 / 1719.
 MAX_MERGED_TOKENS = 16
 # Blocks of a multiprocessor that rows are spread over.
 _BLOCKS_PER_SM = 4
@@ -32,7 +32,7 @@ def _refusal(head_size: int) -> str | None:
     return f"head size {head_size} has no CUDA merge kernel"
 
 
-# Its layouts are head sizes.
+# The layout of this family is a head size.
 MERGE = Family[int, None](
     kernel="merge",
     title="merge kernel",
@@ -45,15 +45,15 @@ MERGE = Family[int, None](
 
 
 def block_warps(head_size: int) -> int:
-    """Warps a block: kMergeWarps of merge/params.cuh."""
+    """Warps of a block: kMergeWarps of merge/params.cuh."""
     return 8 if head_size <= 256 else 4
 
 
 def warps_a_row(num_rows: int, num_splits: int, head_size: int, num_sms: int) -> int:
-    """Warps that share a row's splits: a power of two.
+    """Warps that share a row's splits, a power of two.
 
-    As many as the GPU has room for, so that the splits are read at once. With one
-    split there is one, so a result does not depend on the batch then.
+    There are as many as the GPU has room for, so that the splits are read at the same
+    time. A single split has one warp, so its result does not depend on the batch.
     """
     warps, most = 1, block_warps(head_size)
     while (
@@ -67,10 +67,10 @@ def warps_a_row(num_rows: int, num_splits: int, head_size: int, num_sms: int) ->
 def warps_a_row_with_window(
     num_rows: int, num_splits: int, heads_per_kv: int, head_size: int, num_sms: int
 ) -> int:
-    """The same where a block's rows share what it reads of a window.
+    """``warps_a_row`` where a block's rows share the window's tokens that it reads.
 
-    As many rows as can, of one KV head, share a block where multiprocessors would
-    otherwise have several blocks: each would read the window for rows of its own.
+    If multiprocessors would have several blocks, as many rows of a KV head as possible
+    share a block. Otherwise each block would read the window for its own rows.
     """
     most = block_warps(head_size)
     warps = warps_a_row(num_rows, num_splits, head_size, num_sms)
@@ -87,7 +87,7 @@ _NO_WINDOW = (None, None, None, 0, *[0] * _NUM_PLANES)
 
 
 def _window_arguments(window: RecentWindow | None) -> tuple[object, ...]:
-    """Its tensors, the rows of a page, and where planes begin."""
+    """The window's tensors, the rows of a page, and the planes' offsets in bytes."""
     if window is None:
         return _NO_WINDOW
     planes = window.format.plane_offsets[:_NUM_PLANES]
@@ -106,22 +106,22 @@ def merge_splits(
     num_warps: int | None = None,
     enable_pdl: bool = True,
 ) -> None:
-    """Combine splits in rotated space into outputs: ``MergeFn``.
+    """Combine splits in rotated space into outputs: a ``MergeFn``.
 
-    The kernel before it on the stream may let it begin early; it waits for that to
-    end before it reads ``partials`` and the window, but not with what it reads of the
-    newest tokens and the batch. It writes nothing before.
+    The kernel may begin before the previous one on the stream has ended. It waits for
+    that before it reads ``partials`` and the window and before it writes anything. It
+    reads the newest tokens and the batch before.
 
     Args:
-        partials: The splits' results, B * S * Q of them.
-        call: The tokens that the splits leave out, and the output. What attention to
-            the newest tokens gave is read after ``partials``.
-        num_warps: Warps a row; None to choose by the batch.
+        partials: The results of S splits of B * Q query tokens.
+        call: The tokens that the splits leave out, and the output. ``newest.attended``
+            is read after ``partials``.
+        num_warps: Warps of a row; None to choose by the batch.
         enable_pdl: Whether it may begin early, on GPUs that can.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
+            of its function.
 
     """
     batch, output, lse, scoring = call.batch, call.output, call.lse, call.scoring
@@ -137,7 +137,7 @@ def merge_splits(
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
     if newest is None:
-        # Not read, but a launch needs arguments.
+        # A launch needs these arguments, but does not read them.
         newest = NewestTokens(output, output, output, 0.0)
     query, key, value, scale, attended = newest
     if num_warps is None:
@@ -151,7 +151,7 @@ def merge_splits(
                 num_rows, num_splits, group, head_size, num_sms
             )
     assert num_warps in (1, 2, 4, block_warps(head_size)), num_warps
-    # Splits have what cached keys lack, and a window's keys get it here.
+    # Scores of splits already include the offset. Those of a window's keys get it here.
     table = None if window is None else scoring.key_offset
     MERGE.load(head_size, None, output.device, scoring.variant())(
         *partials,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which modules of CUDA kernels serving may ask for, so that all are built before."""
+"""The modules of CUDA kernels that serving may ask for, to be built beforehand."""
 
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -20,10 +20,10 @@ from vllm.v1.attention.ops.turbo.interface import Variant
 
 # The kernels of layers with K and V.
 FAMILIES = (STORE, MERGE, DECODE, COLUMNS, EXTEND, ROWS, OUTPUTS)
-# Scores of longer heads have no soft cap: see refusals.py.
+# Scores of larger heads have no soft cap: see refusals.py.
 _MAX_CAPPED_HEAD_SIZE = 256
-# Query heads a KV head, and query tokens of decodes and extends, that together ask for
-# every module that any do.
+# Query heads a KV head, and query tokens of decodes and extends, that together need
+# every module that any numbers need.
 _GROUPS = (*range(1, 17), 32, 64, 128)
 _MAX_QUERY_LEN = 16
 _MAX_EXTEND_LEN = 64
@@ -48,12 +48,12 @@ def all_modules(
     """The modules that serving may ask for on GPUs of an architecture, by name.
 
     Args:
-        capability: One of ``ARCHITECTURES``.
+        capability: A compute capability in ``ARCHITECTURES``.
         cache_dtypes: The turbo dtypes.
         head_sizes: Head sizes that have kernels.
 
     """
-    device = torch.device("cuda", 0)  # not asked for anything
+    device = torch.device("cuda", 0)  # not used
     makers = {
         module.name: module.make
         for layout, variant in _served_layers(cache_dtypes, head_sizes)

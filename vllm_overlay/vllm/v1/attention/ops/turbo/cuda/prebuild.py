@@ -4,9 +4,10 @@
 
     python -m vllm.v1.attention.ops.turbo.cuda.build --arch 8.0 9.0 --output DIR
 
-It takes nvcc, a C++ compiler and TVM-FFI's headers. Without ``--output`` the libraries
-are put where engines look for them, beside the kernels' sources: see built.py. They
-are named and found by all that goes into them. What the folder has is not built again.
+It needs nvcc, a C++ compiler and TVM-FFI's headers. Without ``--output`` the libraries
+go beside the kernels' sources, where engines look for them: see built.py. Their names
+have a hash of everything that they are built from. A library that the folder already
+has is not built again.
 """
 
 import argparse
@@ -54,14 +55,14 @@ from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES
 MANIFEST = "manifest.json"
 # Head sizes of K and V, or of a latent and its rotary key together.
 HEAD_SIZES = sorted({*SUPPORTED_HEAD_SIZES, *LATENT_SIZES})
-# The format of the manifest, should it change.
+# The version of the manifest's format.
 _MANIFEST_FORMAT = 1
-# The kernels and what they are generated and called by.
+# The package with the kernels, their generators and their callers.
 _PACKAGE_DIR = Path(__file__).parents[1]
 _SOURCES = (".py", ".cu", ".cuh")
-# Bytes of a stream before it is compressed: as many as xz looks back on.
+# Bytes of a stream before compression: the size of xz's dictionary.
 _STREAM_BYTES = 64 << 20
-# The most of the compiler's words that a message has.
+# The most characters of the compiler's output in a message.
 _LAST_CHARS = 2000
 
 
@@ -69,9 +70,9 @@ class Job(NamedTuple):
     """A module to be built.
 
     Attributes:
-        label: For users.
-        library: The name of what is built, without a suffix.
-        module: Its sources.
+        label: The module's name for users.
+        library: The file name of the library, without a suffix.
+        module: The module's sources.
         capability: The architecture's compute capability.
 
     """
@@ -83,13 +84,12 @@ class Job(NamedTuple):
 
 
 def parse_architecture(text: str) -> int:
-    """The compute capability of 9.0, or of 90, sm_90 or 9.0a, which are the same here.
+    """The compute capability of a name: 9.0, 90, sm_90 and 9.0a all mean 90.
 
-    A module says itself whether it has instructions that 9.0a alone has, and is built
-    for that then.
+    ``CudaModule.is_specific`` decides whether a module is built for 9.0a.
 
     Raises:
-        argparse.ArgumentTypeError: If there are no kernels for it.
+        argparse.ArgumentTypeError: If the architecture has no kernels.
 
     """
     match = re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)[af]?", text)
@@ -118,13 +118,13 @@ def jobs_for(
     head_sizes: Sequence[int] = HEAD_SIZES,
     pattern: str = "",
 ) -> list[Job]:
-    """The jobs that there are to do.
+    """The modules to be built, as jobs.
 
     Args:
         capabilities: Compute capabilities of the architectures.
-        cache_dtypes: For these dtypes.
-        head_sizes: For these head sizes.
-        pattern: A regular expression that is found in the names of modules.
+        cache_dtypes: The turbo dtypes.
+        head_sizes: The head sizes.
+        pattern: A regular expression that is searched in the names of modules.
 
     """
     return [
@@ -141,10 +141,10 @@ def jobs_for(
 
 
 def build_library(job: Job, folder: Path, nvcc: str, flags: Sequence[str] = ()) -> str:
-    """Build a module's library in a folder, whole or not at all.
+    """Build a module's library in a folder, atomically.
 
     Returns:
-        The compiler's words.
+        The compiler's output.
 
     Raises:
         CompileError: If it does not compile.
@@ -164,7 +164,7 @@ def build_library(job: Job, folder: Path, nvcc: str, flags: Sequence[str] = ()) 
 
 
 def package_digest() -> str:
-    """A hash of the sources of this package, for whoever carries libraries to it."""
+    """A hash of this package's sources, to compare with a manifest's."""
     digest = hashlib.sha256()
     paths = {
         path.relative_to(_PACKAGE_DIR).as_posix(): path
@@ -177,8 +177,9 @@ def package_digest() -> str:
 
 
 def write_manifest(folder: Path, libraries: Iterable[str], nvcc: str) -> dict[str, Any]:
-    """Write what the folder holds: these libraries, and those that a manifest of the
-    same sources has listed.
+    """Write the manifest of a folder.
+
+    It lists these libraries, and those of an older manifest of the same sources.
 
     Returns:
         The manifest.
@@ -208,18 +209,18 @@ def write_manifest(folder: Path, libraries: Iterable[str], nvcc: str) -> dict[st
 
 
 def _compress(part: memoryview) -> bytes:
-    """A stream of xz."""
+    """Compress a part to a stream of xz."""
     return lzma.compress(part, preset=9 | lzma.PRESET_EXTREME)
 
 
 def pack(folder: Path, manifest: dict[str, Any], archive: Path) -> int:
-    """Pack the libraries of a manifest, and that: bytes that follow from theirs alone.
+    """Pack a manifest and its libraries into an archive, reproducibly.
 
-    They are streams of xz one after the other, which are compressed side by side, and
-    read as one.
+    The archive is a sequence of xz streams, which are compressed in parallel and read
+    as one.
 
     Returns:
-        The archive's bytes.
+        The size of the archive in bytes.
 
     """
     names = [MANIFEST]
@@ -242,7 +243,7 @@ def pack(folder: Path, manifest: dict[str, Any], archive: Path) -> int:
 
 
 def prebuild(jobs: Sequence[Job], folder: Path, nvcc: str, threads: int) -> list[str]:
-    """Build what the folder does not have, and say so.
+    """Build the libraries that the folder lacks, and print each.
 
     Returns:
         A message for each failure.
@@ -283,13 +284,13 @@ def _parser() -> argparse.ArgumentParser:
         default=PREBUILT_DIR,
         help="folder for the libraries (default: where engines look for them)",
     )
-    parser.add_argument("--archive", type=Path, help="a .tar.xz of them to write, too")
+    parser.add_argument("--archive", type=Path, help="also write a .tar.xz of them")
     parser.add_argument(
         "--kv-cache-dtype",
         nargs="+",
         choices=TURBO_PRESETS,
         default=TURBO_PRESETS,
-        help="build for these alone",
+        help="build only for these dtypes",
     )
     parser.add_argument(
         "--head-size",
@@ -297,10 +298,10 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         choices=HEAD_SIZES,
         default=HEAD_SIZES,
-        help="build for these alone",
+        help="build only for these head sizes",
     )
     parser.add_argument(
-        "--modules", default="", help="build those alone whose names match this regex"
+        "--modules", default="", help="build only modules whose names match this regex"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
     return parser

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Store as a CUDA kernel, built by FlashInfer's JIT: see ``triton.store``."""
+"""The store as a CUDA kernel, built by FlashInfer's JIT, like ``triton.store``."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -27,12 +27,12 @@ from vllm.v1.attention.ops.turbo.interface import (
 
 
 class StoreTuning(NamedTuple):
-    """How the store kernel is launched.
+    """Launch parameters of the store kernel.
 
     Attributes:
-        parts: Lanes that share a scale group; more are faster for few tokens only. Of
-            heads of 512 at least two do.
-        threads: Threads a block.
+        parts: Lanes that share a scale group, at least two for heads of 512. More are
+            faster only for few tokens.
+        threads: Threads of a block.
 
     """
 
@@ -40,8 +40,9 @@ class StoreTuning(NamedTuple):
     threads: int
 
 
-# Up to so many K and V vectors four lanes share a group, and up to so many two, on an
-# H200 with D = 128 and cold caches. A trellis is shared by four only.
+# Limits of the number of K and V vectors, and the lanes that share a group up to there.
+# With a trellis two lanes do not share it, only four.
+# Tuning: D = 128, cold caches, an H200, 2026-11, `ci/gpu.py bench`.
 _FEW_VECTORS = {
     "turbo4": ((2048, 4), (16384, 2)),
     "k4v3": ((1024, 4), (8192, 2)),
@@ -50,7 +51,7 @@ _FEW_VECTORS = {
 
 
 def default_tuning(num_vectors: int, layout: TurboFormat) -> StoreTuning:
-    """Launch parameters for so many K and V vectors."""
+    """The launch parameters for a number of K and V vectors."""
     for limit, parts in _FEW_VECTORS[layout.name]:
         if num_vectors <= limit:
             return StoreTuning(parts, threads=128)
@@ -58,7 +59,7 @@ def default_tuning(num_vectors: int, layout: TurboFormat) -> StoreTuning:
 
 
 def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
-    """Numbers of tokens of which each takes other launch parameters."""
+    """Numbers of tokens that each have different launch parameters."""
     limits = [limit // (2 * num_kv_heads) for limit, _ in _FEW_VECTORS[layout.name]]
     return sorted({1, *(limit + 1 for limit in limits)})
 
@@ -66,7 +67,7 @@ def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
 def _served(
     layout: TurboFormat, demand: Demand
 ) -> Iterator[tuple[TurboFormat, None, Variant]]:
-    # Drafters' layers have no recent window.
+    # A drafter's layers have no recent window.
     for has_window in sorted({False, demand.variant.recent_window}):
         yield layout, None, demand.variant._replace(recent_window=has_window)
 
@@ -79,16 +80,16 @@ STORE = Family[TurboFormat, None](
     header=layout_header,
     served=_served,
     variants=Variant(key_offset=True, recent_window=True),
-    # The bytes are exact: no multiply-add may be fused.
+    # A fused multiply-add would change the stored bytes.
     flags=("-fmad=false",),
 )
 
 
 def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The rotations of K and V, of single rows and of q, as the kernel loads them.
+    """The rotations of K and V, of single rows, and of q, as the kernel loads them.
 
-    They, and the presets' tables of levels, are kept for good: make them before a CUDA
-    graph is captured.
+    These and the presets' tables of levels are kept for good. They must be made before
+    a CUDA graph is captured.
     """
     for name in TURBO_PRESETS:
         level_tables(TurboFormat.from_cache_dtype(name, head_size), device)
@@ -101,15 +102,16 @@ def make_matrices(head_size: int, device: torch.device) -> tuple[torch.Tensor, .
 
 @cache
 def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tables that the kernel reads: kv_matrix, single_matrix, query_matrix
-    and tables of store/params.cuh.
+    """The tables that the kernel reads.
+
+    They are kv_matrix, single_matrix, query_matrix and tables of store/params.cuh.
     """
     matrices = make_matrices(layout.head_size, device)
     return (*matrices, level_tables(layout, device))
 
 
 def _window_arguments(update: WindowUpdate | None) -> tuple:
-    """The kernel's arguments for the recent window: see store/params.cuh."""
+    """The kernel's arguments for the recent window, as in store/params.cuh."""
     if update is None:
         return (None, None, None, *[0] * 8, None)
     window = update.window
@@ -138,20 +140,20 @@ def store(
     tuning: StoreTuning | None = None,
     enable_pdl: bool = True,
 ) -> None:
-    """Quantise K and V into their slots and, if given, rotate q for decoding.
+    """Quantise K and V into their slots and, if q is given, rotate it: a ``StoreFn``.
 
-    The recent window, if there is one, is brought up to date by blocks of the same
-    launch. They see no end of it, so no row counts of a sequence to whose blocks the
-    step stores others' tokens.
+    Thread blocks of the same launch update the recent window, if there is one. They
+    cannot wait for the other blocks. So a row does not count if the step stores other
+    sequences' tokens in its sequence's blocks.
 
-    Arguments are ``StoreFn``'s, with blocks and heads of the cache at
-    multiples of 16 bytes, and vectors at multiples of 8. With ``enable_pdl`` the kernel
-    may begin, on GPUs that can, before the one before it on the stream has ended, for
-    which it waits before it reads or writes anything but constants.
+    Blocks and heads of the cache are at multiples of 16 bytes, vectors at multiples of
+    8 bytes. With ``enable_pdl`` the kernel may begin before the previous one on the
+    stream has ended, on GPUs that can. It waits for that before it reads or writes
+    anything but constants.
 
     Raises:
-        RuntimeError: If the kernel cannot be built; see ``build_and_load`` for what its
-            function raises.
+        RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
+            of its function.
 
     """
     num_tokens = slot_mapping.shape[0]
@@ -162,7 +164,7 @@ def store(
         tuning = default_tuning(2 * num_tokens * key.shape[1], layout)
     device = kv_cache.device
     offset_table = None if key_offset is None else key_offset.table
-    step = window or key_offset  # of the same sequences
+    step = window or key_offset  # both have the step's sequences
     variant = Variant(key_offset is not None, window is not None)
     STORE.load(layout, None, device, variant)(
         kv_cache,

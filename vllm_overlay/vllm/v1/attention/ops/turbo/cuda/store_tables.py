@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Tables that the CUDA store reads: levels, and the rotation."""
+"""The tables that the CUDA store reads: levels, and the rotation."""
 
 import bisect
 import math
@@ -20,18 +20,20 @@ from vllm.v1.attention.ops.turbo.formats.rotation import (
 )
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
-# Rows and columns of a product of tensor cores, and lanes of a warp.
+# Rows and columns of a tensor core's product, and lanes of a warp.
 _MMA_ROWS = 16
 _MMA_COLUMNS = 8
 _WARP_LANES = 32
-# The largest quotient of two scales that are neighbours, but for subnormal ones.
+# The largest quotient of neighbouring scales that are normal numbers.
 _SHARED_SCALES = 9 / 8
 # The largest magnitude over its group's least scale candidate.
 _LARGEST_MAGNITUDE = 5 / 4
-# How far inside its interval a row begins: rows are found with a few units of fp32.
+# The relative distance of a row's start from its interval's ends, because the search
+# for a row has an error of a few units of fp32.
 _SLACK = 1e-3
 _STEPS_TRIED = 4096
-# Below half of the last place of every magnitude but zero, times any scale.
+# A number below half a unit in the last place of every nonzero magnitude times any
+# scale.
 _NEGLIGIBLE = 2.0**-50
 
 
@@ -44,11 +46,13 @@ def _guess(thresholds: tuple[float, ...]) -> float:
 
 
 class _Folds(NamedTuple):
-    """Thresholds by magnitudes over the scale, in even steps: see store/levels.cuh.
+    """A table of thresholds in even steps of a magnitude over its scale.
+
+    store/levels.cuh reads it.
 
     Attributes:
-        step: Magnitude, over the scale, to a row.
-        first_rows: The row that each threshold begins with.
+        step: The magnitude, over the scale, of a row.
+        first_rows: The first row of each threshold.
         num_rows: Rows of magnitudes up to ``_LARGEST_MAGNITUDE``.
 
     """
@@ -59,25 +63,25 @@ class _Folds(NamedTuple):
 
 
 def _row(low: float, high: float, step: float) -> int | None:
-    """The row whose start is well within an interval."""
+    """The row whose start is well within an interval; None if there is none."""
     row = round((low + high) / 2 / step)
     return row if low * (1 + _SLACK) < row * step < high * (1 - _SLACK) else None
 
 
 @cache
 def _folds(codebook: Codebook, limit: float) -> _Folds:
-    """The coarsest table for scales up to ``_SHARED_SCALES`` apart and factors.
+    """The coarsest table for scales up to ``_SHARED_SCALES`` apart, and for factors.
 
     Args:
-        codebook: K's or V's.
-        limit: How far from 1 a factor may be.
+        codebook: The codebook of K or V.
+        limit: The most that a factor may differ from 1.
 
     """
-    # The lowest is between the levels on both sides of zero.
+    # The lowest threshold is between the two levels around zero.
     thresholds = (0.0, *codebook.thresholds)
     intervals = []
     for below, here in zip(thresholds, thresholds[1:]):
-        # From half of a threshold on a difference from it is exact.
+        # From half of a threshold on, a difference from it is exact in fp32.
         low = max(
             below * max(_SHARED_SCALES, 1 / (1 - limit)), here / 2 * _SHARED_SCALES
         )
@@ -94,7 +98,7 @@ def _folds(codebook: Codebook, limit: float) -> _Folds:
 
 
 def _bits(index: int) -> float:
-    """The float that has the bits of an integer."""
+    """The fp32 number with the bits of an integer."""
     return struct.unpack("<f", struct.pack("<i", index))[0]
 
 
@@ -105,10 +109,10 @@ def _fold_tables(codebook: Codebook, limit: float, num_rows: int) -> list[float]
     gaps = zip(magnitudes, magnitudes[1:])
     half_gaps = [magnitudes[0], *((high - low) / 2 for low, high in gaps)]
     for significand in range(8, 16):
-        # Every scale is one of these times a power of two.
+        # Every scale is one of these significands times a power of two.
         numbers = [*magnitudes, *codebook.thresholds, *half_gaps]
         assert all(fp32(x * significand) == x * significand for x in numbers)
-    # Zero is above the lowest.
+    # Zero is above the lowest threshold.
     thresholds = [-_NEGLIGIBLE, *codebook.thresholds]
     rows = [bisect.bisect(folds.first_rows, row) - 1 for row in range(num_rows)]
     table = [x for i in rows for x in (thresholds[i], half_gaps[i])]
@@ -128,7 +132,7 @@ def _window_tables(codebook: Codebook) -> list[float]:
     return table + [x for t in thresholds for x in (t, 0.0, 0.0, 0.0)]
 
 
-# A codebook, and how far from 1 factors may be.
+# A codebook, and the most that factors may differ from 1.
 _Side = tuple[Codebook, float]
 
 
@@ -147,7 +151,7 @@ def _sides(layout: TurboFormat | LatentFormat) -> tuple[_Side, ...]:
 def level_tables(
     layout: TurboFormat | LatentFormat, device: torch.device
 ) -> torch.Tensor:
-    """Tables of store/quantize.cuh: fp32, of K and of V, or of latents."""
+    """The fp32 tables of store/quantize.cuh, for K and then V, or for latents."""
     table: list[float] = []
     sides = _sides(layout)
     for codebook, limit in sides:
@@ -155,7 +159,7 @@ def level_tables(
             table += _window_tables(codebook)
         else:
             table += _fold_tables(codebook, limit, _fold_rows(sides))
-    # By bytes, for some are those of integers.
+    # Copied as bytes, because some numbers are the bits of integers.
     packed = bytearray(struct.pack(f"<{len(table)}f", *table))
     return torch.frombuffer(packed, dtype=torch.float32).to(device)
 
@@ -166,10 +170,13 @@ def _window_thresholds(codebook: Codebook) -> list[float]:
 
 
 def _trellis_guess(codebook: Codebook) -> float:
-    """Windows of a level a subset to a unit, the middle one at zero."""
+    """Windows to a unit of magnitude. A window has a level of each subset.
+
+    The middle window is at zero.
+    """
     thresholds = _window_thresholds(codebook)
     assert thresholds == sorted(thresholds)
-    # Window w, in the middle of all, is at w + 1/2 windows.
+    # The middle window w is at w + 1/2 windows.
     count = len(thresholds)
     unit = 1 / _guess(tuple(thresholds[count // 2 :])) * count
     positions = [count * (t / unit + 0.5) for t in thresholds]
@@ -181,16 +188,16 @@ def _trellis_guess(codebook: Codebook) -> float:
 
 
 class SearchConstants(NamedTuple):
-    """How the nearest levels of K and V are looked up in ``level_tables``.
+    """The constants that look up nearest levels of K and V in ``level_tables``.
 
-    Latents are both.
+    Latents count as both.
 
     Attributes:
         fold_rows: Rows of the tables of four-bit codes.
-        key_fold_step: Magnitude of K, over the scale, to a row of them.
-        value_fold_step: Magnitude of V, over the scale, to a row of them.
-        key_trellis_guess: Windows of three-bit codes of K to a unit.
-        value_trellis_guess: Windows of three-bit codes of V to a unit.
+        key_fold_step: The magnitude of K, over the scale, of one of these rows.
+        value_fold_step: The magnitude of V, over the scale, of one of these rows.
+        key_trellis_guess: Windows of three-bit codes of K to a unit of magnitude.
+        value_trellis_guess: Windows of three-bit codes of V to a unit of magnitude.
 
     """
 
@@ -202,7 +209,7 @@ class SearchConstants(NamedTuple):
 
 
 def search_constants(layout: TurboFormat | LatentFormat) -> SearchConstants:
-    """Constants that go with the tables of a layout."""
+    """The constants that belong to the tables of a layout."""
     sides = _sides(layout)
     key, value = sides[0], sides[-1]
     return SearchConstants(
@@ -218,10 +225,10 @@ def search_constants(layout: TurboFormat | LatentFormat) -> SearchConstants:
 def rotation_fragments(
     head_size: int, device: torch.device, for_query: bool = False
 ) -> torch.Tensor:
-    """The rotation as the kernel's tensor-core operands: its first 16 coordinates.
+    """The first 16 coordinates of the rotation, as operands of tensor cores.
 
-    For K and V, rows i and i + 8 belong to scale groups that a lane has; for q they are
-    neighbours. The order of columns is that of store/rotate.cuh.
+    For K and V, rows i and i + 8 belong to scale groups of the same lane. For q they
+    are neighbours. store/rotate.cuh has the order of columns.
 
     Returns:
         (in blocks, 32 lanes, 8) fp16.
@@ -246,7 +253,7 @@ def rotation_fragments(
             first = 4 * (lane % loaders)
             for block in range(in_blocks):
                 d = block * (_MMA_ROWS // vectors) + first
-                # Registers: rows i and i + 8 of the first pair, then of the second.
+                # Registers have rows i and i + 8 of the first pair, then of the second.
                 row = fragments[block, lane]
                 row[2 * half : 2 * half + 2] = matrix[d : d + 2, r]
                 row[4 + 2 * half : 6 + 2 * half] = matrix[d + 2 : d + 4, r]
@@ -255,11 +262,11 @@ def rotation_fragments(
 
 @cache
 def single_fragments(head_size: int, device: torch.device) -> torch.Tensor:
-    """The rotation of a vector that has a warp: see store/rotate_single.cuh.
+    """The rotation for a warp with a single vector, as in store/rotate_single.cuh.
 
     Returns:
-        A fragment of the Hadamard matrix of order 16, fp16 (32 lanes, 8), then the
-        signs' bits, fp16 (head_size,) of 0 and -0.
+        (32 * 8 + head_size,) fp16: a fragment of the Hadamard matrix of order 16, (32
+        lanes, 8), then the signs, as 0 and -0.
 
     """
     order = hadamard(_MMA_ROWS).float()

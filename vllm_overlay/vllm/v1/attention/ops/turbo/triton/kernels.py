@@ -46,7 +46,7 @@ class TritonKernels(NamedTuple):
     def output_lens(
         self, layout: TurboFormat, num_queries_per_kv: int, most: int
     ) -> list[int]:
-        raise NotImplementedError("of extend_outputs, which Triton has none of")
+        raise NotImplementedError("Triton has no extend_outputs")
 
     def output_scratch(
         self,
@@ -55,7 +55,7 @@ class TritonKernels(NamedTuple):
         num_sms: int,
         num_own_tiles: int,
     ) -> TensorSpecs:
-        raise NotImplementedError("of extend_outputs, which Triton has none of")
+        raise NotImplementedError("Triton has no extend_outputs")
 
     def make_matrices(self, head_size: int, device: torch.device) -> None:
         for inverse in (False, True):
