@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The turbo KV cache in PyTorch: what CPUs run, and what the kernels are held to."""
+"""The turbo KV cache in PyTorch, for CPUs and as the reference of the kernels."""
 
 from vllm.v1.attention.ops.turbo.reference.attention import attention
 from vllm.v1.attention.ops.turbo.reference.cache import (

@@ -37,13 +37,14 @@ def attention(
         value: (T, H, D).
         scale: Factor of the scores.
         causal: Whether query i sees only the first T - Q + i + 1 tokens.
-        sliding_window: Of these, how many of the last; None: all.
-        sinks: (Hq,), of each query head a logit beside its scores, without a value;
-            None for none.
-        spans: Where tokens that see each other begin and end (exclusive) among the T:
-            query i sees those after it of its span, too.
-        logits_soft_cap: Scores s become cap * tanh(s / cap); sinks do not. None: they
-            stay as they are.
+        sliding_window: The most of these that query i sees, the newest ones; None for
+            all.
+        sinks: (Hq,), a logit of each query head that joins the softmax and has no
+            value; None for none.
+        spans: First and last (exclusive) of the T tokens of each span: query i also
+            sees later tokens of its span.
+        logits_soft_cap: Scores s become cap * tanh(s / cap), but sinks do not; None for
+            no cap.
 
     Returns:
         Output (Q, Hq, D) and natural log-sum-exp (Q, Hq) of the scores.
@@ -93,29 +94,30 @@ def paged_attention(
     spans: "SpanPlan | None" = None,
     logits_soft_cap: float | None = None,
 ) -> None:
-    """Causal attention of a batch, one sequence after the other, in fp32.
+    """Causal attention of a batch, sequence by sequence, in fp32.
 
     Args:
         query: (T, Hq, D), the sequences' queries one after the other.
-        key: (T, H, D) keys of the query tokens; None to take them, like all
-            tokens before them, from the cache.
+        key: (T, H, D) keys of the query tokens; None to read them from the cache, like
+            all tokens before them.
         value: (T, H, D), likewise.
-        kv_cache: (num_blocks, H, N, C) uint8, holding the query tokens too.
+        kv_cache: (num_blocks, H, N, C) uint8, which also has the query tokens.
         block_table: (R, max_blocks).
         query_start_loc: R + 1 offsets into ``query``.
         seq_lens: R lengths, the query tokens included.
         scale: Softmax scale.
         layout: The cache's format.
         output: (T, Hq, D), written.
-        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None if
-            nothing was.
-        window: Where the newest tokens before the query tokens are read instead of
-            from the cache; None if nowhere.
-        sliding_window: Tokens that a query token sees, at most, itself the last; None:
-            all before it. Others are not loaded.
-        sinks: (Hq,), of each query head a logit without a value; None for none.
-        spans: Query tokens that see later ones, too; None if none do.
-        logits_soft_cap: What bounds scores by a tanh; None for nothing.
+        key_offset: (G, H, D) fp32, the offset by segments that was taken off the cached
+            keys; None for none.
+        window: The recent window, from which the newest tokens before the query tokens
+            are read; None to read them from the cache.
+        sliding_window: The most tokens that a query token sees, itself included; None
+            for all before it. Other tokens are not loaded.
+        sinks: (Hq,), a logit of each query head that joins the softmax and has no
+            value; None for none.
+        spans: Query tokens that also see later ones; None if none do.
+        logits_soft_cap: The cap that bounds scores by a tanh; None for none.
 
     """
     block_size = kv_cache.shape[2]

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Bytes of the levels and scales of rotated vectors in PyTorch.
 
-The executable form of ``format``'s words. Shapes: D the head size, G = D / 16 scale
-groups, S bytes of scales a vector.
+It is the executable form of ``format``'s words. Shapes: D the head size, G = D / 16
+scale groups, S bytes of a vector's scales.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.reference.codec import by_group, from_groups
 
 
 def pack_scales(scale_codes: torch.Tensor, words: ScaleWords) -> torch.Tensor:
-    """Bytes of a vector's scales: (..., G) to (..., S), both uint8."""
+    """The bytes of a vector's scales: (..., G) to (..., S), both uint8."""
     codes = scale_codes.long().unflatten(-1, (words.num_words, words.word_groups))
     base = codes.amax(-1)
     deltas = (base[..., None] - codes) // words.delta_step
@@ -47,7 +47,7 @@ def from_bytes(packed: torch.Tensor, word_bytes: int) -> torch.Tensor:
 
 
 def path_bits(index: torch.Tensor) -> torch.Tensor:
-    """Path bits of a trellis's levels, (..., G, 16) int64 both."""
+    """The path bits of a trellis's levels, both (..., G, 16) int64."""
     bits: list[torch.Tensor] = []
     for e in range(fmt.SCALE_GROUP):
         bit = index[..., e] >> 1 & 1
@@ -57,13 +57,13 @@ def path_bits(index: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _unit_shifts(device: torch.device) -> torch.Tensor:
-    """Where the codes of a unit of four bits lie in its word: int64 (8,)."""
+    """The lowest bits of a unit's four-bit codes in its word: int64 (8,)."""
     return 4 * torch.arange(fmt.UNIT_CODES, device="cpu").to(device)
 
 
 @cache
 def _branch_shifts(is_value: bool, device: torch.device) -> torch.Tensor:
-    """Where a group's branches lie in its word: int64 (16,)."""
+    """The lowest bits of a group's branches in its word: int64 (16,)."""
     e = torch.arange(fmt.SCALE_GROUP, device="cpu")
     if not is_value:
         return (2 * e).to(device)
@@ -73,15 +73,16 @@ def _branch_shifts(is_value: bool, device: torch.device) -> torch.Tensor:
 
 @cache
 def group_shifts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where branches and path bits of a group that has words of its own lie in them:
-    in their order. For ``pack_trellis``.
+    """The shifts of ``pack_trellis`` for groups that do not share words.
+
+    Branches and path bits are in the order of codes.
     """
     return _branch_shifts(False, device), _path_shifts(1, False, device)
 
 
 @cache
 def _path_shifts(num_groups: int, is_value: bool, device: torch.device) -> torch.Tensor:
-    """Where a path bit lies in its word: int64 (groups of a word, 16)."""
+    """The index of each path bit in its word: int64 (groups of a word, 16)."""
     place = torch.arange(fmt.SCALE_GROUP, device="cpu")
     if is_value or num_groups % 2 == 1:
         return place[None].to(device)
@@ -90,21 +91,21 @@ def _path_shifts(num_groups: int, is_value: bool, device: torch.device) -> torch
 
 
 def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
-    """16-bit words, int64, rotated left."""
+    """16-bit words, as int64, rotated left."""
     return word << bits & 0xFFFF | word >> 16 - bits
 
 
 def pack_trellis(
     grouped: torch.Tensor, branch_shifts: torch.Tensor, path_shifts: torch.Tensor
 ) -> torch.Tensor:
-    """Bytes of trellis-coded levels: (..., G, 16) int64 to uint8 (..., 6 * G).
+    """The bytes of a trellis's levels: (..., G, 16) int64 to uint8 (..., 6 * G).
 
-    All branches, a word a group, before the words of path bits.
+    All branches, with a word for each group, come before the words of path bits.
 
     Args:
-        grouped: Index of the levels.
-        branch_shifts: (16,), where a group's branches lie in its word.
-        path_shifts: (groups of a word, 16), where path bits lie in theirs.
+        grouped: (..., G, 16) int64, indices of the levels.
+        branch_shifts: (16,) int64, the lowest bits of a group's branches in its word.
+        path_shifts: (groups of a word, 16) int64, indices of path bits in their word.
 
     """
     branches = (grouped >> 2 << branch_shifts).sum(-1)
@@ -126,10 +127,11 @@ def unpack_trellis(
 
 
 def pack_codes(index: torch.Tensor, bits: int, is_value: bool) -> torch.Tensor:
-    """Bytes of a vector's codes: (..., D) to uint8 (..., D * bits / 8).
+    """The bytes of a vector's codes: (..., D) to uint8 (..., D * bits / 8).
 
-    They are in the order of units, or of groups, all branches before the paths. Of a
-    value's 32 bits the lower half has the even codes.
+    Four-bit codes are in the order of units. Three-bit codes are in the order of
+    groups, with all branches before the path bits. The lower half of 32 bits of a value
+    has the even codes.
     """
     if bits == 4:
         units = index.long().unflatten(-1, (fmt.UNIT_CODES, -1)).transpose(-1, -2)

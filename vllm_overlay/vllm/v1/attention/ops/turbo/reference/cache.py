@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The turbo KV cache in PyTorch: the executable form of ``format``.
 
-The kernels are tested against this package, bit for bit where bytes are written, and
-CPU tensors are served by it. Shapes: T tokens, H KV heads, D the head size. Rotated
-vectors are in the order of coordinates r that ``TurboFormat`` defines.
+The kernels are tested against this package, bit for bit where bytes are written. It
+also serves CPU tensors. Shapes: T tokens, H KV heads, D the head size. Rotated vectors
+are in the order of coordinates r that ``TurboFormat`` defines.
 """
 
 from functools import cache
@@ -29,19 +29,19 @@ from vllm.v1.attention.ops.turbo.reference.rotation import rotate
 
 
 def _interleaved(start: int, layout: TurboFormat) -> list[torch.Tensor]:
-    """Where the codes of values lie: int64 (16, bytes a token) for each plane."""
+    """The addresses of values' codes: int64 (16, bytes of a token) for each plane."""
     n = torch.arange(fmt.TILE_TOKENS)[:, None, None, None]
     group = torch.arange(layout.num_groups)[:, None, None]
     word, byte = 4 * torch.arange(2)[:, None], torch.arange(2)
 
     def plane(pair_bytes: int, words: torch.Tensor) -> torch.Tensor:
-        """Of pairs of tokens that have so many bytes a group."""
+        """The addresses in a plane whose pairs of tokens have so many bytes a group."""
         eight_tokens = 4 * pair_bytes * layout.num_groups
         of_token = n // 8 * eight_tokens + n % 8 // 2 * pair_bytes + n % 2 * 2
         return (of_token + 4 * pair_bytes * group + words + byte).flatten(1)
 
     if layout.value_bits == 4:
-        # The groups' first units, then their second ones.
+        # The first unit of each group, then the second ones.
         units = [plane(16, 8 * p + word) for p in range(2)]
         return [start + torch.cat(units, 1)]
     path_start = start + fmt.TILE_TOKENS * layout.head_size // 4
@@ -50,11 +50,11 @@ def _interleaved(start: int, layout: TurboFormat) -> list[torch.Tensor]:
 
 @cache
 def tile_addresses(layout: TurboFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a token's bytes lie in its tile.
+    """The addresses of tokens' bytes in a tile.
 
     Returns:
-        For K and for V, int64 (16, packed size): row n holds the addresses of
-        the codes, in the order of ``pack_codes``, then of the scales.
+        For K and for V, int64 (16, packed size): row n has the addresses of token n's
+        codes, in the order of ``pack_codes``, and then of its scales.
 
     """
     tokens = torch.arange(fmt.TILE_TOKENS)[:, None]
@@ -88,10 +88,11 @@ def _region(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def without_offset(key: torch.Tensor, key_offset: torch.Tensor) -> torch.Tensor:
-    """Keys less an offset, as the store kernels have them.
+    """Keys less an offset, as the store kernels compute them.
 
-    The difference is exact in fp32 but for keys that are far smaller than the offset,
-    and rounded to the keys' dtype: less by 30 dB than what codes of four bits lose.
+    The difference is exact in fp32, except for keys that are far smaller than the
+    offset. It is rounded to the keys' dtype, which is an error 30 dB below that of
+    four-bit codes.
 
     Args:
         key: (T, H, D), any floating dtype.
@@ -105,7 +106,7 @@ def without_offset(key: torch.Tensor, key_offset: torch.Tensor) -> torch.Tensor:
 
 
 def offset_segments(offset: KeyOffset, num_tokens: int) -> torch.Tensor:
-    """Which segment's offset each of a call's tokens has, (T,) int64."""
+    """The segment of each of a call's tokens, (T,) int64."""
     starts = offset.query_start_loc
     tokens = torch.arange(num_tokens, device=starts.device)
     rows = torch.searchsorted(starts, tokens, right=True, out_int32=True) - 1
@@ -127,10 +128,10 @@ def store(
     Args:
         kv_cache: (num_blocks, H, N, C) uint8, a (block, head) contiguous.
         slot_mapping: (T,) block * N + position, or -1 to skip the token.
-        key: (T', H, D), T' >= T.
-        value: (T', H, D).
+        key: (T', H, D), T' >= T, any floating dtype.
+        value: (T', H, D), likewise.
         layout: The cache's format.
-        key_offset: What is taken off K first; None to take nothing.
+        key_offset: The offset that is taken off K first; None for none.
 
     """
     if key_offset is not None:
@@ -169,8 +170,8 @@ def load(
         layout: The cache's format.
 
     Returns:
-        Rotated keys and values, each (T, H, D) fp32. Keys are not multiplied
-        by the codebook's gain.
+        Rotated keys and values, each (T, H, D) fp32. The codebook's gain is not in
+        keys.
 
     """
     region = _region(kv_cache)

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Scales and levels of rotated vectors in PyTorch.
 
-The executable form of ``format``'s codebooks; ``bytes`` has its words.
-Shapes: D the head size, G = D / 16 scale groups. Most functions see a vector by group,
-(..., G, 16): coordinate r is place ``r // G`` of group ``r % G``, which is the order of
-a trellis.
+It is the executable form of ``format``'s codebooks, and ``bytes`` is that of its words.
+Shapes: D the head size, G = D / 16 scale groups. Most functions take a vector by group,
+(..., G, 16): coordinate r is at index ``r // G`` of group ``r % G``, which is a
+trellis's order.
 """
 
 import math
@@ -34,7 +34,7 @@ def scale_values(scale_codes: torch.Tensor) -> torch.Tensor:
 
 
 def scale_floor(largest: torch.Tensor) -> torch.Tensor:
-    """Code (int32) of the largest E5M3 number not above fp32 ``largest``."""
+    """The codes, int32, of the largest E5M3 numbers not above fp32 ``largest``."""
     shift = 20  # leaves the exponent and three mantissa bits
     bias = (127 - 15) << 3
     normal = (largest.view(torch.int32) >> shift) - bias
@@ -54,17 +54,17 @@ def from_groups(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _constant(values: tuple, device: torch.device) -> torch.Tensor:
-    # By name: there may be a default device.
+    # Made on the CPU by name, because there may be a default device.
     return torch.tensor(values, dtype=torch.float32, device="cpu").to(device)
 
 
 def levels_of(index: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Levels, fp32, of indices of any shape."""
+    """The levels with these indices, fp32 of the same shape."""
     return _constant(codebook.levels, index.device)[index.long()]
 
 
 def _nearest(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Index of the nearest level, of all: int64, the shape of y."""
+    """The index of the nearest of all levels, int64 of y's shape."""
     thresholds = _constant(codebook.thresholds, y.device)
     above = (y.abs()[..., None] > thresholds * scale[..., None]).sum(-1)
     half = fmt.NUM_LEVELS // 2
@@ -72,7 +72,7 @@ def _nearest(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch.
 
 
 def _rounded_square(error: torch.Tensor) -> torch.Tensor:
-    """Squares of normalised errors, in units that sums of them are exact in."""
+    """Squares of normalised errors, in units that make their sums exact."""
     square = (error * error).clamp(max=fmt.ERROR_MAX)
     return torch.round(square * 2.0**fmt.ERROR_FRACTION_BITS)
 
@@ -82,18 +82,18 @@ def _trellis(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Viterbi's algorithm: the levels of least squared error that a path may have.
 
-    A state is the last two path bits, of which b(e - 2) is the higher. Of paths of
-    equal error the one with the earlier bit zero, and of final states the first, is
-    taken.
+    A state is the last two path bits, of which b(e - 2) is the higher. If paths have
+    equal errors, the one whose earlier bit is zero is taken. If final states do, the
+    first is taken.
 
     Args:
         y: (..., G, 16) fp32.
         scale: (..., G, 1) fp32.
         normaliser: (..., 1, 1) fp32 powers of two.
-        codebook: With a trellis.
+        codebook: A codebook with a trellis.
 
     Returns:
-        Index of the levels, int64 (..., G, 16), and their error, fp32 (..., G).
+        Indices of the levels, int64 (..., G, 16), and their errors, fp32 (..., G).
 
     """
     thresholds = _constant(codebook.subset_thresholds, y.device)
@@ -132,7 +132,7 @@ def _trellis(
 def _encode(
     y: torch.Tensor, scale: torch.Tensor, normaliser: torch.Tensor, codebook: Codebook
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the levels of each vector and the error of each group.
+    """Indices of the levels of each vector, and the error of each group.
 
     Arguments and results are those of ``_trellis``.
     """
@@ -157,14 +157,15 @@ def scales_in_reach(
     """The best scale codes that a word can hold.
 
     Bases are tried at ``BASE_OFFSETS`` from the largest of the groups' best codes. With
-    each, a group takes the best of its candidates that the base reaches or, if all are
-    too far below, the first code above its best that it does, which counts as its
-    largest candidate. The base of least error is taken, of equal ones the first.
+    each base, a group takes the best of its candidates that the base reaches. If all
+    are too far below the base, the group takes the lowest code above its best that the
+    base reaches, with the error of its largest candidate. The base of least error is
+    taken, and the first among equal ones.
 
     Args:
         codes: (..., G, candidates) int32, ascending.
-        errors: (..., G, candidates); of equal ones the first is the best.
-        words: How scales are stored.
+        errors: (..., G, candidates) fp32; the first among equal ones is the best.
+        words: The words that scales are stored in.
 
     Returns:
         (..., G) int32.
@@ -194,14 +195,14 @@ def scales_in_reach(
 
 
 def choose_scales(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Codes of the scales: uint8 (..., G).
+    """The codes of the scales: uint8 (..., G).
 
-    Each group tries ``SCALE_OFFSETS`` for the scale of least squared error, within
-    what its word can hold.
+    Each group tries ``SCALE_OFFSETS`` for the scale of least squared error, among the
+    scales that its word can hold.
 
     Args:
         y: (..., G, 16) fp32, of magnitudes up to SCALE_MAX.
-        codebook: The keys' or the values', whichever the vectors are.
+        codebook: The codebook of keys if the vectors are keys, or else of values.
 
     """
     largest = y.abs().amax(-1, keepdim=True)
@@ -217,21 +218,21 @@ def choose_scales(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
 
 def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Levels whose product with a vector is the vector's square, nearly.
+    """Levels whose product with a vector is nearly the vector's square.
 
-    With x the vector and q(f) what is decoded of the codes of f * x, times the
-    gain, the factor f is stepped by (<x, x> - <q(f), x>) / <x, x>, as if the
-    product were linear in it; of the steps the one that leaves the smallest
-    difference is kept. Without a trellis one code may then move to the next level, if
-    ``BIAS_WEIGHT`` says that what it mends along x is worth what it costs across.
+    Let x be the vector, and q(f) the decoded codes of f * x times the gain. The factor
+    f is stepped by (<x, x> - <q(f), x>) / <x, x>, as if the product were linear in f.
+    The factor that leaves the smallest difference is kept. Without a trellis, one code
+    may then move to the next level, if the smaller error along x outweighs the larger
+    error across x, by ``BIAS_WEIGHT``.
 
     Args:
         y: (..., G, 16) fp32, of magnitudes up to SCALE_MAX.
         scale: (..., G, 1) fp32.
-        codebook: The keys': its levels and gain.
+        codebook: The codebook of keys, which has a gain.
 
     Returns:
-        Index of the levels, int64 (..., G, 16).
+        Indices of the levels, int64 (..., G, 16).
 
     """
     normaliser = _normaliser(y)
@@ -258,7 +259,8 @@ def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch
     if codebook.trellis:
         return best_index
 
-    # Away from zero if the product is too small, else towards it, but not across.
+    # A code moves away from zero if the product is too small. Otherwise it moves
+    # towards zero, but not across it.
     outwards = torch.where(y < 0, -1, 1) * torch.where(best_rest > 0, 1, -1)
     moved = best_index + outwards
     half = fmt.NUM_LEVELS // 2
@@ -283,14 +285,14 @@ def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch
 def quantize_groups(
     grouped: torch.Tensor, codebook: Codebook
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels and scales of rotated vectors, whichever coordinates groups have.
+    """Levels and scales of rotated vectors that are split into groups.
 
     Args:
         grouped: (..., G, 16) fp32, finite.
-        codebook: That of the vectors.
+        codebook: The codebook of the vectors.
 
     Returns:
-        index: (..., G, 16) uint8, of the levels.
+        index: (..., G, 16) uint8, indices of the levels.
         scale_codes: (..., G) uint8, E5M3.
 
     """
@@ -307,7 +309,7 @@ def quantize_groups(
 def dequantize_groups(
     index: torch.Tensor, scale_codes: torch.Tensor, codebook: Codebook
 ) -> torch.Tensor:
-    """Rotated vectors, fp32, of levels (..., G, 16) and scales (..., G)."""
+    """Rotated vectors, fp32, from levels (..., G, 16) and scales (..., G)."""
     return levels_of(index, codebook) * scale_values(scale_codes)[..., None]
 
 
@@ -316,10 +318,10 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
 
     Args:
         y: (..., D) fp32, finite.
-        codebook: The keys' or the values', whichever y is.
+        codebook: The codebook of keys if y is keys, or else of values.
 
     Returns:
-        index: (..., D) uint8, of the levels.
+        index: (..., D) uint8, indices of the levels.
         scale_codes: (..., G) uint8, E5M3.
 
     """
@@ -330,5 +332,5 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
 def dequantize(
     index: torch.Tensor, scale_codes: torch.Tensor, codebook: Codebook
 ) -> torch.Tensor:
-    """Rotated vectors, (..., D) fp32, of levels (..., D) and scales (..., G)."""
+    """Rotated vectors, (..., D) fp32, from levels (..., D) and scales (..., G)."""
     return from_groups(dequantize_groups(by_group(index), scale_codes, codebook))

@@ -35,25 +35,27 @@ def forward(
     logits_soft_cap: float | None = None,
     context_parallel: "ContextParallel | None" = None,
 ) -> None:
-    """Store a step's tokens, then attend: what kernels do elsewhere.
+    """Store a step's tokens and attend, like the kernels on other devices.
 
     Args:
         query: (T, Hq, D).
-        key: (T, H, D); None if they are stored.
+        key: (T, H, D); None if another layer has stored them.
         value: (T, H, D), likewise.
         kv_cache: (num_blocks, H, N, C) uint8.
         step: The plan of the step, which has T query tokens.
         scale: Softmax scale.
         layout: The cache's format.
-        stored: Whether query tokens, too, are read from the cache.
+        stored: Whether query tokens are also read from the cache.
         output: (>= T, Hq, D), of which T rows are written.
-        key_offset: (G, H, D) fp32, taken off the cached keys, by segments; None for
-            nothing.
-        window: Where the newest tokens are kept in 8 bits, too; None if nowhere.
-        sliding_window: Tokens that a query token sees, at most; None: all before it.
-        sinks: (Hq,), of each query head a logit without a value; None for none.
-        logits_soft_cap: What bounds scores by a tanh; None for nothing.
-        context_parallel: The ranks that share the context; None for this one alone.
+        key_offset: (G, H, D) fp32, the offset by segments that is taken off keys; None
+            for none.
+        window: The 8-bit copy of the newest tokens; None for none.
+        sliding_window: The most tokens that a query token sees, itself included; None
+            for all before it.
+        sinks: (Hq,), a logit of each query head that joins the softmax and has no
+            value; None for none.
+        logits_soft_cap: The cap that bounds scores by a tanh; None for none.
+        context_parallel: The ranks that share the context; None if they do not.
 
     """
     offset = step.key_offset(key_offset)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The turbo KV cache of MLA in PyTorch: the executable form of ``latent.format``.
 
-The kernels are tested against this module, bit for bit where bytes are written, and
-CPU tensors are served by it. Shapes: T tokens, L the rank of the latent, R the rotary
+The kernels are tested against this module, bit for bit where bytes are written. It also
+serves CPU tensors. Shapes: T tokens, L the rank of the latent, R the rotary
 coordinates, G = L / 16 scale groups.
 """
 
@@ -44,21 +44,21 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def by_group(x: torch.Tensor) -> torch.Tensor:
-    """Vectors (..., n) as (..., n / 16, 16): neighbours are a group."""
+    """Vectors (..., n) as (..., n / 16, 16): neighbours form a group."""
     return x.unflatten(-1, (-1, fmt.SCALE_GROUP))
 
 
 @cache
 def _word_shifts(device: torch.device) -> torch.Tensor:
-    """Where the coordinates of a word of four-bit codes lie in it: int64 (8,)."""
+    """The lowest bits of a word's four-bit codes: int64 (8,)."""
     place = torch.arange(latent_fmt.WORD_CODES, device="cpu")
     return (4 * (place // 2 + place % 2 * 4)).to(device)
 
 
 def pack_latent_codes(index: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes of a latent's codes: (..., L) to uint8 (..., L * bits / 8).
+    """The bytes of a latent's codes: (..., L) to uint8 (..., L * bits / 8).
 
-    Of three bits all branches come before the path bits.
+    With codes of three bits, all branches come before the path bits.
     """
     if bits == 4:
         words = index.long().unflatten(-1, (-1, latent_fmt.WORD_CODES))
@@ -78,7 +78,7 @@ def unpack_latent_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def quantize_latent(
     kv_c: torch.Tensor, layout: LatentFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels (..., L) and scales (..., G), both uint8, of latents (..., L)."""
+    """Levels (..., L) and scales (..., G), both uint8, from latents (..., L)."""
     grouped = by_group(rotate(kv_c))
     index, scale_codes = quantize_groups(grouped, layout.codebook)
     return index.flatten(-2), scale_codes
@@ -87,7 +87,7 @@ def quantize_latent(
 def dequantize_latent(
     index: torch.Tensor, scale_codes: torch.Tensor, layout: LatentFormat
 ) -> torch.Tensor:
-    """Rotated latents, fp32 (..., L), of levels and scales."""
+    """Rotated latents, fp32 (..., L), from levels and scales."""
     codebook = layout.codebook
     grouped = dequantize_groups(by_group(index), scale_codes, codebook)
     return grouped.flatten(-2) * codebook.gain
@@ -101,9 +101,9 @@ def _rope_limits(device: torch.device) -> torch.Tensor:
 
 
 def quantize_rope(k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary keys in 8 bits.
+    """Round rotary keys to 8 bits.
 
-    NaN counts as zero, infinities as the largest fp32 number.
+    NaN counts as zero, and infinity as the largest fp32 number.
 
     Args:
         k_pe: (..., R), any floating dtype.
@@ -130,11 +130,11 @@ def dequantize_rope(codes: torch.Tensor, scale_codes: torch.Tensor) -> torch.Ten
 
 @cache
 def latent_addresses(layout: LatentFormat) -> torch.Tensor:
-    """Where a token's bytes lie in its tile.
+    """The addresses of tokens' bytes in a tile.
 
     Returns:
-        int64 (16, C): row n holds the addresses of the latent's codes, in the order of
-        ``pack_latent_codes``, of the rotary codes, and of the scales of either.
+        int64 (16, C): row n has the addresses of token n's latent codes, in the order
+        of ``pack_latent_codes``, of its rotary codes, and of the scales of both.
 
     """
     planes = [(0, layout.code_bytes)]
@@ -155,7 +155,7 @@ def latent_addresses(layout: LatentFormat) -> torch.Tensor:
 def _rows(
     kv_cache: torch.Tensor, slots: torch.Tensor, layout: LatentFormat
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """The cache as (num_blocks, N * C), and the indices in it of slots' bytes."""
+    """The cache as (num_blocks, N * C), and the indices of slots' bytes in it."""
     num_blocks, block_size, slot_size = kv_cache.shape
     assert slot_size == layout.slot_size, (kv_cache.shape, layout)
     position = slots % block_size
@@ -172,7 +172,7 @@ def store(
     k_pe: torch.Tensor | None,
     layout: LatentFormat,
 ) -> None:
-    """See ``latent.interface.LatentStoreFn``; any floating dtype."""
+    """A ``latent.interface.LatentStoreFn``, for any floating dtype."""
     kept = slot_mapping >= 0
     num_tokens = slot_mapping.shape[0]
     index, scales = quantize_latent(kv_c[:num_tokens][kept], layout)
@@ -198,7 +198,7 @@ def load(
         layout: The cache's format.
 
     Returns:
-        Latents (T, L), rotated, with the gain, and rotary keys (T, R), both fp32.
+        Rotated latents times the gain, (T, L), and rotary keys, (T, R), both fp32.
 
     """
     pages, rows = _rows(kv_cache, slots.long(), layout)
@@ -222,7 +222,7 @@ def decode_attention(
     lse: torch.Tensor,
     scale: float,
 ) -> None:
-    """See ``latent.interface.LatentAttentionFn``; in fp32, and needs no partials."""
+    """A ``latent.interface.LatentAttentionFn`` in fp32, which needs no ``partials``."""
     if partials is not None:
         check_latent_query(query, query_rope, layout, batch, partials, output, lse)
     starts = batch.query_start_loc
@@ -234,7 +234,7 @@ def decode_attention(
     for row, (begin, end, seq_len) in enumerate(zip(bounds, bounds[1:], seq_lens)):
         output[begin:end] = 0
         lse[begin:end] = float("-inf")
-        # Of a padded sequence the first tokens may see nothing.
+        # The first tokens of a padded sequence may see nothing.
         begin = max(begin, end - seq_len)
         if begin >= end:
             continue
@@ -261,7 +261,7 @@ def gather(
     num_tokens: int,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """See ``latent.interface.LatentGatherFn``; any floating dtype."""
+    """A ``latent.interface.LatentGatherFn``, for any floating dtype."""
     block_size = kv_cache.shape[1]
     seqs = token_to_seq[:num_tokens].long()
     positions = torch.arange(num_tokens, device=seqs.device) - cu_seq_lens[seqs]
@@ -276,12 +276,12 @@ def gather(
 def num_torch_splits(
     num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """See ``LatentSplitsFn``: PyTorch's operators split nothing."""
+    """A ``LatentSplitsFn``: PyTorch's operators do not split sequences."""
     return 1
 
 
 class TorchLatentKernels(NamedTuple):
-    """See ``LatentKernels``: PyTorch's operators, for a CPU."""
+    """The ``LatentKernels`` of a CPU: PyTorch's operators."""
 
     reason: str = "this is a CPU"
     name: str = "PyTorch"

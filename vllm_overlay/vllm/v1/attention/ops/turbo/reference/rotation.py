@@ -15,7 +15,7 @@ _INT8_MAX = torch.iinfo(torch.int8).max
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate vectors as the store kernels do: in block fixed point.
 
-    NaN counts as zero, infinities as the largest fp32 number.
+    NaN counts as zero, and infinity as the largest fp32 number.
 
     Args:
         x: (..., D), any floating dtype.
@@ -43,22 +43,22 @@ def inverse_rotate(y: torch.Tensor) -> torch.Tensor:
 
 
 def round_query(rotated_query: torch.Tensor) -> torch.Tensor:
-    """Round queries to int8 as the CUDA decode kernel does: one scale a head.
+    """Round queries to int8 as the CUDA decode kernel does, with one scale a head.
 
-    The rotation leaves no outliers: the squared error is 4e-5 of the query's, where
-    4-bit keys have 5e-3 of theirs.
+    The rotation leaves no outliers. The squared error is 4e-5 of the query's square,
+    compared to 5e-3 for keys of four bits.
 
     Args:
         rotated_query: (..., D), as ``rotate`` returns them.
 
     Returns:
-        (..., D) fp32: what scores are made of.
+        (..., D) fp32, the rounded queries that scores are computed from.
 
     """
     query = rotated_query.to(torch.float16).float()
     largest = query.abs().amax(-1, keepdim=True)
-    # In fp32 and rounded once, as there: half of the largest is next to a tie.
-    # (An int / tensor would be a reciprocal and a product.)
+    # One division in fp32, as in the kernel, because half of the largest is next to a
+    # tie. An int / tensor would be a reciprocal and a product.
     inverse = torch.full_like(largest, _INT8_MAX) / largest
     inverse = torch.where(largest > 0, inverse, 0.0)
     codes = torch.round(query.double() * inverse.double()).float()

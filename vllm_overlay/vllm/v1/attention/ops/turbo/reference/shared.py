@@ -25,7 +25,7 @@ def _attend_to_own_context(
     layout: TurboFormat,
     logits_soft_cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to what this rank has of sequences: output and natural LSE, fp32."""
+    """Attention to this rank's share of sequences: output and natural LSE, fp32."""
     block_size, device = kv_cache.shape[2], query.device
     output = torch.zeros(query.shape, dtype=torch.float32, device=device)
     lse = torch.full(query.shape[:2], -torch.inf, device=device)
@@ -63,22 +63,23 @@ def shared_attention(
     sinks: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
 ) -> None:
-    """Causal attention of a batch, as ``paged_attention``, in fp32.
+    """Causal attention of a batch, like ``paged_attention``, in fp32.
 
     Args:
         query: (T, Hq, D), of this rank's heads.
         key: (T, H, D), of the query tokens, which every rank has.
         value: (T, H, D), likewise.
-        kv_cache: (num_blocks, H, N, C) uint8: what this rank has.
-        block_table: (R, max_blocks), of that.
+        kv_cache: (num_blocks, H, N, C) uint8, this rank's share of the context.
+        block_table: (R, max_blocks) of this share.
         query_start_loc: R + 1 offsets into ``query``.
-        seq_lens: R lengths, the query tokens and all ranks' included.
+        seq_lens: R lengths over all ranks, query tokens included.
         scale: Softmax scale.
         layout: The cache's format.
         output: (T, Hq, D), written.
-        context_parallel: The ranks.
-        sinks: (Hq,), of each query head a logit without a value; None for none.
-        logits_soft_cap: What bounds scores by a tanh; None for nothing.
+        context_parallel: The ranks that share the context.
+        sinks: (Hq,), a logit of each query head that joins the softmax and has no
+            value; None for none.
+        logits_soft_cap: The cap that bounds scores by a tanh; None for none.
 
     """
     starts = torch.tensor(query_start_loc)

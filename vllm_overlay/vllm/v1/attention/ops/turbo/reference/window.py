@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The recent window in PyTorch: the executable form of ``formats.window``.
 
-Shapes: R rows a page, H KV heads, D the head size, G = D / 16 scales a vector.
+Shapes: R rows of a page, H KV heads, D the head size, G = D / 16 scales of a vector.
 """
 
 import torch
@@ -15,10 +15,10 @@ from vllm.v1.attention.ops.turbo.reference.cache import tile_addresses
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors in 8 bits.
+    """Quantise vectors to 8 bits.
 
     Args:
-        x: (..., D). What is no number counts as zero, as it does in packed codes.
+        x: (..., D), any floating dtype. NaN counts as zero, as in packed codes.
 
     Returns:
         Codes (..., D) int8 and scales (..., G) bf16.
@@ -43,8 +43,8 @@ def planes(page: torch.Tensor, window_format: WindowFormat) -> list[torch.Tensor
     """Views of a page's planes.
 
     Args:
-        page: (H, N, C) uint8, contiguous a head.
-        window_format: Where they lie.
+        page: (H, N, C) uint8; each head is contiguous.
+        window_format: The layout of the planes.
 
     Returns:
         K and V (H, R, D) int8, their scales (H, R, G) bf16, tags (H, R, bytes of K
@@ -68,12 +68,12 @@ def key_codes(
     positions: torch.Tensor,
     layout: TurboFormat,
 ) -> torch.Tensor:
-    """What is packed of a sequence's keys, (H, T, bytes of K codes) uint8.
+    """The packed codes of a sequence's keys, (H, T, bytes of K codes) uint8.
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8.
-        block_table: (max_blocks,) of the sequence.
-        positions: (T,) in it.
+        block_table: (max_blocks,), the sequence's blocks.
+        positions: (T,), positions in the sequence.
         layout: The cache's format.
 
     """
@@ -85,7 +85,7 @@ def key_codes(
     addresses = addresses.to(kv_cache.device)[places % TILE_TOKENS]
     addresses = addresses[:, : layout.key_code_bytes]
     addresses = addresses + (places // TILE_TOKENS * layout.tile_bytes)[:, None]
-    # Advanced indices that stand apart come first in the result.
+    # Axes of advanced indices that are not adjacent come first in the result.
     return pages[blocks[:, None], :, addresses].movedim(-1, 0)
 
 
@@ -98,16 +98,17 @@ def update_window(
     layout: TurboFormat,
     key_offset: KeyOffset | None = None,
 ) -> None:
-    """Count the rows that are valid, and write those of a step's tokens.
+    """Count the valid rows, and write the rows of a step's tokens.
 
     Args:
-        update: Of the step's sequences; ``packed_lens`` is written.
+        update: The windows of the step's sequences; ``packed_lens`` is written.
         kv_cache: (num_blocks, H, N, C) uint8, in which the step's tokens are stored.
-        slot_mapping: (T,) their slots; a token with -1 is not stored, and has no row.
-        key: (>= T, H, D).
-        value: (>= T, H, D).
+        slot_mapping: (T,), slots of the tokens; a token with -1 is not stored, and has
+            no row.
+        key: (>= T, H, D), any floating dtype.
+        value: (>= T, H, D), likewise.
         layout: The cache's format.
-        key_offset: What is taken off K; None for nothing.
+        key_offset: The offset that is taken off K; None for none.
 
     """
     window, device = update.window, kv_cache.device
@@ -122,10 +123,10 @@ def update_window(
         num_rows = window.format.num_rows
         # A padded sequence may be shorter than its query.
         first_own = max(seq_len - (end - begin), 0)
-        # Rows that the step's own tokens take are not read.
+        # Rows that the step's own tokens overwrite do not count.
         count = min(window.num_tokens, num_rows - (end - begin), first_own)
         if count > 0:
-            # From the nearest on.
+            # Backwards from the newest token.
             positions = first_own - 1 - torch.arange(count, device=device)
             packed = key_codes(kv_cache, table, positions, layout)
             valid = _is_valid(rows, positions, packed)
@@ -147,12 +148,12 @@ def update_window(
 def _is_valid(
     rows: list[torch.Tensor], positions: torch.Tensor, packed: torch.Tensor
 ) -> torch.Tensor:
-    """Whether the rows of T positions are of what is packed there, of all heads.
+    """Whether all heads' rows of T positions belong to the packed tokens there.
 
     Args:
-        rows: Of ``planes``.
-        positions: (T,).
-        packed: (H, T, bytes of K codes).
+        rows: The views of ``planes``.
+        positions: (T,), positions in the sequence.
+        packed: (H, T, bytes of K codes) uint8, from ``key_codes``.
 
     """
     tags, places = (plane[:, positions % plane.shape[1]] for plane in rows[4:])
@@ -166,7 +167,10 @@ def _write(
     value: torch.Tensor,
     packed: torch.Tensor,
 ) -> None:
-    """Write the rows of T positions: K and V (T, H, D), and as in ``_is_valid``."""
+    """Write the rows of T positions, from K and V (T, H, D).
+
+    The other arguments are those of ``_is_valid``.
+    """
     keys, key_scales = quantize_rows(key.transpose(0, 1))
     values, value_scales = quantize_rows(value.transpose(0, 1))
     places = (positions + 1).int()
@@ -179,12 +183,12 @@ def _write(
 def load_window(
     window: RecentWindow, row: int, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K, less its offset, and V of valid rows, each (T, H, D) fp32.
+    """K less its offset, and V, from valid rows: each (T, H, D) fp32.
 
     Args:
-        window: Of several sequences.
-        row: Of these.
-        positions: (T,) in the sequence.
+        window: The windows of several sequences.
+        row: The index of one of these sequences.
+        positions: (T,), positions in the sequence.
 
     """
     page = window.pages[int(window.blocks[row])]
