@@ -2,9 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention over the turbo KV cache: backend and implementation.
 
-The format, the kernels and what plans and runs a step are in
-``vllm/v1/attention/ops/turbo``. The cache dtype selects this backend; no other setting
-does.
+The format, the kernels and the planning of a step are in
+``vllm/v1/attention/ops/turbo``. Only the cache dtype selects this backend.
 """
 
 from dataclasses import replace
@@ -54,12 +53,13 @@ def get_turbo_backend_path(
     selector_config: "AttentionSelectorConfig",
     device_capability: "DeviceCapability | None",
 ) -> str:
-    """Class path of the backend of a turbo cache dtype, on platforms that have no list
-    of backends to choose from.
+    """The class path of a turbo cache dtype's backend.
+
+    It is for platforms that have no list of backends to choose from.
 
     Args:
         selected_backend: The backend that the user asked for; None for none.
-        selector_config: The layer's needs.
+        selector_config: The layer's requirements.
         device_capability: The GPU's compute capability; None on a CPU.
 
     Raises:
@@ -69,7 +69,7 @@ def get_turbo_backend_path(
     """
     backend: type[TurboAttentionBackend | TurboMLABackend] = TurboAttentionBackend
     if selector_config.use_mla:
-        # It has vLLM's MLA layer with it, which asks for backends.
+        # Imported here, because it imports vLLM's MLA layer, which asks for backends.
         from vllm.v1.attention.backends.mla import turbo_mla
 
         backend = turbo_mla.TurboMLABackend
@@ -92,7 +92,7 @@ def get_turbo_backend_path(
 
 
 class TurboAttentionBackend(TurboPagesBackend):
-    """Backend of the turbo cache dtypes."""
+    """The backend of the turbo cache dtypes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
@@ -100,7 +100,7 @@ class TurboAttentionBackend(TurboPagesBackend):
         "k4v3",
         "turbo3",
     ]
-    # One launch quantises K and V and rotates q, so it needs all three.
+    # One launch quantises K and V and rotates q, so the forward pass stores them.
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -119,7 +119,7 @@ class TurboAttentionBackend(TurboPagesBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        # Literals, here and below, are what the documentation's generator reads.
+        # The documentation's generator reads literals, here and below.
         return [MultipleOf(16)]
 
     @classmethod
@@ -148,7 +148,7 @@ class TurboAttentionBackend(TurboPagesBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Pack K and V of a token and head into one slot."""
+        """Set the bytes of a slot, which packs K and V of a token and head."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_turbo:
             return spec
         layout = TurboFormat.from_cache_dtype(
@@ -158,13 +158,15 @@ class TurboAttentionBackend(TurboPagesBackend):
 
 
 class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
-    """Stores K and V, then attends: decode from the pages, prefill by
-    FlashAttention over raw or dequantised K and V.
+    """Stores K and V, then attends.
+
+    Decodes attend to the packed pages. Prefills use FlashAttention over raw or
+    dequantised K and V.
 
     Attributes:
         runner: The layer's kernels.
-        window: The layer that has the newest tokens in 8 bits; None if none has.
-        states_per_token: Tokens of the layer, each stored, a token of its request: see
+        window: The layer that keeps the newest tokens in 8 bits; None for none.
+        states_per_token: Tokens that the layer stores for each token of a request: see
             ``TurboMetadataBuilder``.
 
     """
@@ -174,7 +176,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     supports_dcp: bool = True
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = False
-    # A rank's lengths are of the context alone, and drafts are attended to raw.
+    # A rank's lengths are those of the context, and drafts are attended to as computed.
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
@@ -198,7 +200,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             >= self.states_per_token * refusals.longest_sequence(vllm_config)
         ):
             sliding_window = None
-        # Zero is none, for models that pass it.
+        # Some models pass zero for no cap.
         logits_soft_cap = float(logits_soft_cap) if logits_soft_cap else None
         found = refusals.unsupported_layer_arguments(
             attn_type, {"alibi_slopes": alibi_slopes} | unsupported
@@ -206,7 +208,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         found += refusals.unsupported_settings(vllm_config)
         found += unsupported_connectors(vllm_config.kv_transfer_config)
         if not is_turbo_cache_dtype(kv_cache_dtype):
-            # Its model chooses the backend by the dtype of the others.
+            # The model chooses this layer's backend by the dtype of other layers.
             found.append(reasons.SKIPPED_POOLED_LAYER)
         if not current_platform.is_cpu() and get_flash_attn(head_size) is None:
             found.append(reasons.NO_FLASH_ATTN.of(head_size=head_size))
@@ -258,14 +260,14 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.runner.share_cache()
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
-        # A model that is loaded to be run builds beside its weights.
+        # A model that will be run builds its kernels while its weights are loaded.
         if is_workspace_manager_initialized() and not may_add_key_bias(
             vllm_config.model_config.hf_text_config
         ):
             self.runner.start_builds()
 
     def make_companion_layer(self, layer_name: str) -> TurboWindow | None:
-        """Make the layer that has the recent window, if one is wanted."""
+        """Make the layer that keeps the recent window, if one is wanted."""
         runner = self.runner
         if runner.window_wanted:
             self.window = TurboWindow(
@@ -278,7 +280,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         return self.window
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Begin to build the kernels: only now is it known which, if K has a bias."""
+        """Begin to build the kernels, which depend on whether K has a bias."""
         self.runner.start_builds()
         if self.runner.key_bias is not None:
             self.runner.key_bias.note_loading()
@@ -299,12 +301,12 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
 
         Args:
             layer: The layer, not read.
-            query: (T, Hq, D), T padded.
+            query: (T, Hq, D), with padding in T.
             key: (T, H, D); None for a layer that reads another's cache.
             value: (T, H, D), likewise.
             kv_cache: (num_blocks, H, N, C) uint8.
-            attn_metadata: The step's; None in the profile run, which takes the
-                workspace.
+            attn_metadata: The metadata of the step; None in the profile run, which
+                reserves the workspace.
             output: (T, Hq, D), written.
             output_scale: Must be None.
             output_block_scale: Must be None.
@@ -315,7 +317,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 refusals.refusal(self.kv_cache_dtype, [reasons.FUSED_OUTPUT])
             )
         if key is None or value is None:
-            # Whose cache is read may be told when the layer is made, or later.
+            # Some models name the layer whose cache is read only in the forward pass.
             if self.runner.context_parallel is not None:
                 found = [reasons.DCP_OF_SHARED_CACHES]
                 raise ValueError(refusals.refusal(self.kv_cache_dtype, found))
@@ -364,11 +366,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store K and V only: for callers that update the cache by themselves.
+        """Store K and V only, for callers that update the cache themselves.
 
         Raises:
-            NotImplementedError: If an offset is taken off K, and the tokens are not
-                those of the forward pass, whose places in their sequences are known.
+            NotImplementedError: If an offset is taken off K and the tokens are not
+                those of the forward pass, because their positions are unknown.
 
         """
         offset = None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Metadata of a step for layers with turbo pages, and the builder that plans it."""
+"""The metadata of a step for layers with turbo pages, and the builder that plans it."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,21 +31,21 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 @dataclass
 class TurboMetadata(StepPlan, AttentionMetadata):
-    """Metadata of a step: its plan, complete but for scratch addresses."""
+    """The metadata of a step: its plan, without scratch memory."""
 
 
 class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     """Builds ``TurboMetadata``.
 
-    Lengths on the host are not exact for requests whose drafts are verified: how many
-    of the last step's were rejected is known on the device alone, as are, with adaptive
-    verification, how many are verified in this one. Whoever may have drafts is a decode
-    request, therefore, and decodes take all lengths from the device.
+    Lengths on the host are not exact for requests whose drafts are verified. Only the
+    device knows how many drafts of the last step were rejected. With adaptive
+    verification, only it knows how many are verified in this step. So all requests that
+    may have drafts are decodes, and decodes take all lengths from the device.
 
     Attributes:
-        states_per_token: Tokens of the layers a token of their requests. What ``build``
-            is given counts the layers', and what model runners read of a builder the
-            requests'.
+        states_per_token: Tokens that the layers store for each token of a request.
+            Arguments of ``build`` count the layers' tokens. Attributes that model
+            runners read count the requests' tokens.
 
     """
 
@@ -53,7 +53,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int = 1
-    # All that decodes need are views of what the drafter updates between its steps.
+    # Decodes only need views of tensors that the drafter updates between its steps.
     supports_draft_decode_metadata_update: bool = True
 
     def __init__(
@@ -70,16 +70,16 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         self.has_device_query_lens = (
             speculative is not None and speculative.enable_adaptive_verification
         )
-        # Where prompts' tokens are among those of decodes is not known then.
+        # Adaptive verification hides where prompts' tokens are among those of decodes.
         if self.has_device_query_lens and vllm_config.model_config.is_mm_prefix_lm:
             found.append(reasons.MM_PREFIX_OF_ADAPTIVE_VERIFICATION)
         if found:
             raise ValueError(refusals.refusal(self.cache_dtype, found))
-        # Lengths of a shared context have none of the query tokens.
+        # Lengths of a shared context do not include query tokens.
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
         )
-        # Rows that decode in the target model do so in the drafter.
+        # Requests that decode in the target model also decode in the drafter.
         layer_type: type = AttentionLayerBase
         layers: list[Any] = list(
             get_layers_from_vllm_config(vllm_config, layer_type, layer_names).values()
@@ -93,16 +93,16 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         with_offset = {x.context_shape for x in runners if x.key_offset is not None}
         for runner in runners:
             runner.is_beside_offset = runner.context_shape in with_offset
-        # One of each shape: layers alike have the same kernels.
+        # One runner of each shape, because layers of a shape have the same kernels.
         self.runners = list({runner.shape: runner for runner in runners}.values())
         self.context_parallel = runners[0].context_parallel
         if self.context_parallel is not None:
             if type(kv_cache_spec) is not FullAttentionSpec:
                 found = [reasons.DCP_OF_WINDOWS]
                 raise ValueError(refusals.refusal(self.cache_dtype, found))
-            # The needs of decodes are worked out from tensors that the drafter updates.
+            # Local lengths are computed from tensors that the drafter updates.
             self.supports_draft_decode_metadata_update = False
-            # Where CUDA graphs read it.
+            # CUDA graphs read it at this address.
             self.local_seq_lens = torch.zeros(
                 vllm_config.scheduler_config.max_num_seqs,
                 dtype=torch.int32,
@@ -111,11 +111,11 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         own = [runner for runner in runners if runner.stored == self.stored]
         self.prefill_planner = PrefillPlanner.of_layers(own, self.stored, device)
-        # Layers that read another's cache have a plan of their own.
+        # Layers that read another's cache have a separate plan.
         shared = [runner for runner in runners if runner.stored != self.stored]
         self.shared_planner = PrefillPlanner.of_layers(shared, True, device)
-        # Others' spans are clamped: to what a window hides before a token. So are those
-        # of a drafter, whose layers are beside those that it reads the caches of.
+        # Other layers clamp spans to their sliding window. So does a drafter, whose
+        # layers are in a group with the layers whose caches they read.
         unclamped = (
             layer.impl.runner.sliding_window
             for layer in layers
@@ -128,13 +128,13 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
 
     @property
     def decode_threshold(self) -> int:
-        """Query tokens of the layers up to which a request decodes."""
+        """The most query tokens of the layers with which a request is a decode."""
         assert self.reorder_batch_threshold is not None
         return self.states_per_token * self.reorder_batch_threshold
 
     @property
     def max_extend_len(self) -> int:
-        """Query tokens up to which the kernels of all layers have extends."""
+        """The most query tokens of an extend that the kernels of all layers serve."""
         return min((runner.max_extend_len for runner in self.runners), default=0)
 
     @classmethod
@@ -157,7 +157,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             raise NotImplementedError(
                 refusals.refusal(self.cache_dtype, [reasons.NON_CAUSAL])
             )
-        # Not by whether they are prefilled.
+        # Requests are split by query tokens alone, not by whether they are prefilled.
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.decode_threshold
         )
@@ -167,11 +167,11 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         spans = self._find_spans(common)
         extends = []
         rows = [(row, row + 1) for row in sorted({span.request for span in spans})]
-        # These are packed attention's: they are prefilled once more.
+        # Attention to packed pages serves these causally, so they are prefilled, too.
         rows = [(first, last) for first, last in rows if first < num_decodes]
         num_packed = num_decodes
         if num_prefills > 0:
-            # Packed pages are attended to causally.
+            # Attention to packed pages is causal, so requests with spans are prefilled.
             with_spans = (x.request for x in spans if x.request >= num_decodes)
             end = next(with_spans, common.num_reqs)
             extends = self._build_extends(common, num_decodes, end)
@@ -211,7 +211,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         return metadata
 
     def _local_seq_lens(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
-        """See ``StepPlan``: in memory that stays where it is."""
+        """``StepPlan.local_seq_lens``, at an address that does not change."""
         if self.context_parallel is None:
             return None
         num_reqs = common.num_reqs
@@ -224,12 +224,13 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         return local
 
     def _find_spans(self, common: CommonAttentionMetadata) -> list[Span]:
-        """The step's tokens that see later ones: a drafter's, which the model verifies,
-        need not.
+        """The spans of the step's tokens that see later ones.
+
+        A drafter has none, because the model verifies its tokens.
 
         Raises:
-            NotImplementedError: If tokens see others before them that their layer's
-                sliding window hides. vLLM's runner has no such ones: see
+            NotImplementedError: If tokens see earlier ones that their layer's sliding
+                window hides. vLLM's runner makes no such spans: see
                 ``compute_mm_prefix_ranges``.
 
         """
@@ -265,12 +266,12 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
 
         Args:
             common: The batch.
-            rows: The first request, and that behind the last, of each plan.
-            spans: All of the batch.
-            planner: The planner of the layers that are planned for; None for none.
+            rows: The first and last (exclusive) request of each plan.
+            spans: All spans of the batch.
+            planner: The planner of the layers; None if there are no such layers.
 
         Returns:
-            The place of each plan's first token, and the plan.
+            The index of each plan's first token, and the plan.
 
         """
         if planner is None or not rows:
@@ -291,10 +292,10 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         ]
 
     def _seq_lens_cpu(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """(R,) int32 lengths on the host, exact for requests that are prefilled.
+        """Lengths on the host, (R,) int32, exact for requests that are prefilled.
 
         Raises:
-            ValueError: If the runner gives none.
+            ValueError: If the model runner has none.
 
         """
         if common.seq_lens_cpu_upper_bound is None:
@@ -308,22 +309,21 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     def _decode_query_len(
         self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
     ) -> tuple[int, bool]:
-        """Query tokens of a decode request, at most, and whether each has as many."""
+        """The most query tokens of a decode, and whether each decode has as many."""
         if self.decode_threshold == 1 or num_decodes == 0:
             return 1, True
         query_lens = common.query_start_loc_cpu[: num_decodes + 1].diff()
         query_len = max(int(query_lens.max()), 1)
         if self.has_device_query_lens and max(query_len, common.max_query_len) > 1:
-            # The host's are an even share of the drafts that are verified.
+            # The host's lengths are an even share of the drafts that are verified.
             return self.decode_threshold, False
-        # A padded batch has requests without tokens at its end, and the tokens that
-        # these would have.
+        # A padded batch ends in requests without tokens, but counts their tokens.
         return query_len, num_decodes * query_len == num_decode_tokens
 
     def _build_extends(
         self, common: CommonAttentionMetadata, num_decodes: int, end: int
     ) -> list[RequestSpan]:
-        """Extends among the requests from ``num_decodes`` on, before ``end``."""
+        """The extends among requests ``num_decodes`` to ``end`` (exclusive)."""
         starts = common.query_start_loc_cpu[num_decodes : end + 1]
         query_lens = starts.diff()
         seq_lens = self._seq_lens_cpu(common)[num_decodes:end]

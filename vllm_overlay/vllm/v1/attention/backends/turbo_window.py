@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The layer that has the recent window of a turbo layer: a block a running request.
+"""The layer that keeps the recent window of a turbo layer, one block for each request.
 
-Where rows lie in a block, and when they count, is in
-``vllm/v1/attention/ops/turbo/formats/window.py``.
+``vllm/v1/attention/ops/turbo/window_format.py`` has the layout of a block's rows, and
+the rule by which a row is valid.
 """
 
 from dataclasses import dataclass
@@ -37,19 +37,19 @@ from vllm.v1.kv_cache_interface import (
 
 logger = init_logger(__name__)
 
-# Tokens of a block, if nobody asks for a size: smaller ones have room for few rows.
+# Tokens of a block, unless the user asks for a size. Smaller blocks hold few rows.
 PREFERRED_BLOCK_SIZE = 64
-# Tokens of a sliding window up to which a recent one is not worth its block.
+# With a sliding window of up to this many tokens, a recent window is not worth a block.
 FEW_TOKENS = 16
 
 
 @dataclass
 class TurboWindowMetadata(AttentionMetadata):
-    """Where the windows of a step's R requests are.
+    """The recent windows of a step's R requests.
 
     Attributes:
         blocks: (R,) int32, contiguous, each request's block; zero for none.
-        packed_lens: (R,) int32, scratch of the layer that runs: see ``RecentWindow``.
+        packed_lens: (R,) int32, scratch of the running layer: see ``RecentWindow``.
 
     """
 
@@ -58,7 +58,7 @@ class TurboWindowMetadata(AttentionMetadata):
 
 
 class TurboWindowMetadataBuilder(AttentionMetadataBuilder[TurboWindowMetadata]):
-    """Builds ``TurboWindowMetadata``, of tensors that stay where they are."""
+    """Builds ``TurboWindowMetadata`` from tensors whose addresses do not change."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -80,14 +80,14 @@ class TurboWindowMetadataBuilder(AttentionMetadataBuilder[TurboWindowMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TurboWindowMetadata:
-        # A table of one column.
+        # The block table has one column.
         blocks = common_attn_metadata.block_table_tensor[:, 0]
         assert blocks.is_contiguous()
         return TurboWindowMetadata(blocks, self.packed_lens[: len(blocks)])
 
 
 class TurboWindowBackend(AttentionBackend):
-    """Backend of layers that have nothing but recent windows."""
+    """The backend of layers that keep recent windows and do not attend."""
 
     @staticmethod
     def get_name() -> str:
@@ -95,7 +95,7 @@ class TurboWindowBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        raise NotImplementedError("the layer beside this one attends to it")
+        raise NotImplementedError("the attention layer attends to its recent window")
 
     @staticmethod
     def get_builder_cls() -> type[TurboWindowMetadataBuilder]:
@@ -105,14 +105,14 @@ class TurboWindowBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        # A block is one page, however those of other layers are cut.
+        # A block is one page, even if other layers' blocks are cut into several.
         if kv_cache_spec is not None:
             return [kv_cache_spec.block_size]
         return [MultipleOf(PREFERRED_BLOCK_SIZE)]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Whether a block has room for a window worth having, or was asked for."""
+        """Whether a block has room for a useful window, or the user asked for it."""
         config = get_current_vllm_config_or_none()
         asked_for = config is None or config.cache_config.user_specified_block_size
         return asked_for or block_size is None or block_size >= PREFERRED_BLOCK_SIZE
@@ -123,16 +123,17 @@ def window_choice(
     sliding_window: int | None = None,
     states_per_token: int = 1,
 ) -> int:
-    """Tokens that are wanted of a recent window, at most; zero for no window.
+    """The most tokens that a recent window should have; zero for no window.
 
     Args:
         vllm_config: The engine's configuration.
-        sliding_window: Tokens that a query token of the layer sees, at most, itself the
-            last; None: all before it.
-        states_per_token: Tokens of the layer a token of its request.
+        sliding_window: The most tokens that a query token of the layer sees, itself
+            included; None for all before it.
+        states_per_token: Tokens that the layer stores for each token of a request.
 
     Raises:
-        ValueError: If so many are asked for, and the engine can have no window.
+        ValueError: If the user asks for a number of tokens, and the engine can have no
+            window.
 
     """
     choice: int | Literal["auto"] = vllm_config.attention_config.turbo_window
@@ -140,16 +141,16 @@ def window_choice(
         return 0
     if sliding_window is not None and sliding_window <= FEW_TOKENS:
         logger.info_once(
-            "Turbo KV cache: no recent window of layers whose sliding window has %d "
-            "tokens: too few.",
+            "Turbo KV cache: no recent window for layers whose sliding window has only "
+            "%d tokens.",
             sliding_window,
         )
         return 0
     if states_per_token > 1:
-        # Its block is a request's, and counts the request's tokens.
+        # A block belongs to a request, and its positions are those of request tokens.
         logger.info_once(
-            "Turbo KV cache: no recent window of layers that have %d tokens for each "
-            "of a request.",
+            "Turbo KV cache: no recent window for layers that store %d tokens for each "
+            "token of a request.",
             states_per_token,
         )
         return 0
@@ -167,8 +168,8 @@ class TurboWindow(AttentionLayerBase):
     """The recent window of an attention layer.
 
     Attributes:
-        layer_name: Its own.
-        num_tokens: Tokens that decodes take from a block, at most; zero until the spec
+        layer_name: The name of this layer.
+        num_tokens: The most tokens that decodes read from a block; zero until the spec
             is asked for, and if there is no window.
 
     """
@@ -184,13 +185,13 @@ class TurboWindow(AttentionLayerBase):
         """Make the window of a layer.
 
         Args:
-            main_layer_name: The layer's name.
-            layout: Its cache's format.
-            wanted: Tokens of the window, at most.
-            query_len: Query tokens of a decode request, at most: as many rows are
-                being written while others are read.
-            sliding_window: Tokens that a query token sees, at most, itself the last;
-                None: all before it.
+            main_layer_name: The attention layer's name.
+            layout: The format of its cache.
+            wanted: The most tokens of the window.
+            query_len: The most query tokens of a decode request. As many rows are
+                written while others are read.
+            sliding_window: The most tokens that a query token sees, itself included;
+                None for all before it.
 
         """
         self.main_layer_name = main_layer_name
@@ -207,25 +208,26 @@ class TurboWindow(AttentionLayerBase):
         return TurboWindowBackend
 
     def _room(self, block_size: int, in_sight: bool = False) -> int:
-        """Tokens that a block has room for beside a step's; or of these those that all
-        of the step's see.
+        """Tokens that a block has room for in addition to a step's query tokens.
+
+        With ``in_sight`` only those that all query tokens of the step see.
         """
         sliding_window = self.sliding_window if in_sight else None
         rows = WindowFormat(self.layout, block_size, sliding_window).num_rows
         return max(rows - self.query_len, 0)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """The spec of the layer's own pages, but one a request; None for no window.
+        """The spec of the layer's pages, with one page a request; None for no window.
 
-        Under a short sliding window there may be fewer tokens than are asked for.
+        Under a short sliding window there may be fewer tokens than the user asks for.
 
         Raises:
-            ValueError: If the block is too small for the tokens that are asked for.
+            ValueError: If a block is too small for the tokens that the user asks for.
 
         """
         context = vllm_config.compilation_config.static_forward_context
         spec = context[self.main_layer_name].get_kv_cache_spec(vllm_config)
-        # Drafters have a step's keys once more in the next one; each chunk of chunked
+        # A drafter computes a step's keys again in the next step. A chunk of chunked
         # local attention is a request to its layer, and has no block of its own.
         if (
             self.is_draft_layer

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Multi-head latent attention over the turbo KV cache: backend and implementation.
 
-A token's latent is stored rotated, as codes, and its rotary key in 8 bits. Decodes,
-drafts and short extends attend to the packed pages, absorbed: the rotation is part of
-the absorbed weights. Prefills are vLLM's own, with their contexts dequantised. The
+A token's latent is stored as codes of the rotated vector, and its rotary key in 8 bits.
+Decodes, drafts and short extends attend to the packed pages with absorbed weights,
+which include the rotation. Prefills are vLLM's own, over dequantised contexts. The
 format and the kernels are in ``vllm/v1/attention/ops/turbo``.
 """
 
@@ -55,16 +55,17 @@ from vllm.v1.attention.ops.turbo.serving.startup import log_turbo_cache
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
 
-# What a piece of context projects up to, keys and values of all heads, and then keys
-# with their rotary parts, is to fit into what vLLM's profile run takes, which has but
-# the first of the two, of 65536 rows. A quarter of these leaves room for the holes that
-# pieces of different sizes make. On an H200 64 requests on contexts of up to 50000
-# tokens took 5.2 GiB, of 1.3 that there were for them, with as many rows as vLLM's.
+# Rows of a piece of context that is projected up. Its keys and values of all heads, and
+# its keys with their rotary parts, have to fit in the memory that vLLM's profile run
+# measures. That run has only the first, of 65536 rows. A quarter of these rows leaves
+# room for fragmentation by pieces of different sizes.
+# Tuning: with vLLM's rows, 64 requests on contexts of up to 50000 tokens took 5.2 GiB
+# where 1.3 GiB had been measured, on an H200, 2026-11, `ci/gpu.py memory`.
 MAX_CONTEXT_ROWS = 16384
 
 
 class TurboMLABackend(TurboPagesBackend, MLACommonBackend):
-    """Backend of the turbo cache dtypes for dense MLA."""
+    """The backend of the turbo cache dtypes for dense MLA."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["turbo4", "turbo3"]
@@ -97,12 +98,12 @@ class TurboMLABackend(TurboPagesBackend, MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # Calls are planned by query lengths on the host.
+        # Calls are planned from query lengths on the host.
         return False
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Pack latent and rotary key of a token into one slot."""
+        """Set the bytes of a slot, which packs a token's latent and rotary key."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_turbo:
             return super().customize_spec(spec)
         layout = LatentFormat.from_cache_dtype(
@@ -113,10 +114,10 @@ class TurboMLABackend(TurboPagesBackend, MLACommonBackend):
 
 @dataclass
 class TurboMLADecodeMetadata(MLACommonDecodeMetadata):
-    """Metadata of the requests that attend to packed pages.
+    """The metadata of requests that attend to packed pages.
 
     Attributes:
-        plans: By the layers' shapes, the calls of their kernels.
+        plans: The calls of the layers' kernels, by the layers' shapes.
 
     """
 
@@ -125,11 +126,11 @@ class TurboMLADecodeMetadata(MLACommonDecodeMetadata):
 
 @dataclass
 class TurboMLAMetadata(MLACommonMetadata[TurboMLADecodeMetadata]):
-    """Metadata of a step.
+    """The metadata of a step.
 
     Attributes:
-        prefill_token_to_seq: (T,) int32, the prefill request of each token that is
-            prefilled; None if none is, or if these see themselves raw.
+        prefill_token_to_seq: (T,) int32, the prefill request of each prefilled token;
+            None if there is none, or if they see each other as computed.
 
     """
 
@@ -139,13 +140,13 @@ class TurboMLAMetadata(MLACommonMetadata[TurboMLADecodeMetadata]):
 class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
     """Builds ``TurboMLAMetadata``.
 
-    Whoever may have drafts is a decode request: lengths on the host are not exact for
-    these, and decodes take all lengths of sequences from the device.
+    All requests that may have drafts are decodes, because their lengths on the host are
+    not exact. Decodes take all lengths of sequences from the device.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
-    # All that decodes need are views of what the drafter updates between its steps.
+    # Decodes only need views of tensors that the drafter updates between its steps.
     supports_draft_decode_metadata_update: bool = True
 
     def __init__(
@@ -167,7 +168,7 @@ class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         context = vllm_config.compilation_config.static_forward_context
         runners = [context[name].impl.runner for name in layer_names]
-        # One of each shape: layers alike have the same kernels.
+        # One runner of each shape, because layers of a shape have the same kernels.
         self.runners: list[LatentRunner] = list(
             {runner.shape: runner for runner in runners}.values()
         )
@@ -175,7 +176,7 @@ class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
 
     @staticmethod
     def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:
-        """Rows of context that prefills project up at once."""
+        """The rows of context that a prefill projects up at once."""
         size = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(
             vllm_config
         )
@@ -322,20 +323,20 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
                 raise ValueError(cuda_refusal(reason))
             self.runner.kernels = reference.TorchLatentKernels()
         elif is_workspace_manager_initialized():
-            # A model that is loaded to be run builds beside its weights.
+            # A model that will be run builds its kernels while its weights are loaded.
             self.runner.start_builds()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Begin to build the kernels, if that has not begun."""
+        """Begin to build the kernels, unless the builds have begun."""
         self.runner.start_builds()
 
     def transform_absorbed_weights(
         self, W_UK: torch.Tensor, W_UV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate the latent's axis: queries and outputs are of rotated latents then."""
+        """Rotate the latent's axis: queries and outputs then are in rotated space."""
         rank = self.kv_lora_rank
-        # Copied each time: what is kept on the device while weights are loaded is lost
-        # with them, in the second level of sleep.
+        # Copied each time, because sleep level 2 frees tensors that were kept on the
+        # device while weights were loaded.
         kept = rotation_matrix(rank, torch.device("cpu"), torch.float32, inverse=True)
         rotation = kept.to(W_UK.device)
 
@@ -349,8 +350,8 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         """Take the memory of the largest step, and run its kernels once."""
         runner = self.runner
         device = next(self.kv_b_proj.parameters()).device
-        # Queries and outputs in the coordinates of the latent. What prefills project
-        # up, which vLLM's profile run has, is not there at the same time.
+        # Memory of queries and outputs in the latent's coordinates. The projections of
+        # prefills, which vLLM's profile run measures, are not there at the same time.
         num_rows = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(
             self.vllm_config
         )
@@ -375,11 +376,11 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         """Store tokens' latents and rotary keys.
 
         Args:
-            kv_c_normed: (>= T, L).
-            k_pe: (>= T, 1, R).
+            kv_c_normed: (>= T, L) of the model's dtype.
+            k_pe: (>= T, 1, R) of the model's dtype.
             kv_cache: (num_blocks, N, C) uint8.
-            slot_mapping: (T,) int64.
-            kv_cache_dtype: The layer's.
+            slot_mapping: (T,) int64, block * N + position, or -1 to store nothing.
+            kv_cache_dtype: The layer's cache dtype, not read.
             k_scale: Not read.
             skip_scale: Not read.
 
@@ -401,13 +402,15 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         """Attend to packed pages.
 
         Args:
-            q: Queries of rotated latents, (T, Hq, L), and rotary ones, (T, Hq, R).
+            q: Queries for rotated latents, (T, Hq, L), and rotary queries, (T, Hq, R),
+                apart or joined on the last axis.
             kv_c_and_k_pe_cache: (num_blocks, N, C) bytes, of any dtype.
-            attn_metadata: The step's.
+            attn_metadata: The metadata of the step.
             layer: The layer, not read.
 
         Returns:
-            The output, (T, Hq, L), of rotated latents, and (T, Hq) fp32 LSE.
+            The output in the rotated latents' space, (T, Hq, L), and the LSE, (T, Hq)
+            fp32 in base e.
 
         """
         decode = attn_metadata.decode
@@ -459,8 +462,9 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """As the base class; with ``turbo_prefill`` at stored, tokens see themselves
-        as they are stored.
+        """Attend as the base class does.
+
+        With ``turbo_prefill`` at stored, tokens see each other as they are stored.
         """
         if self.runner.stored:
             rows = self._own_rows(kv_c_and_k_pe_cache, attn_metadata, q.shape[0])
