@@ -32,6 +32,7 @@ built. Their variants:
   programmatic dependent launch.
 * ``_passes``: the decode kernel of all GPUs runs, even where Hopper's own would serve
   more than 16 queries of a KV head.
+* ``_extend``: the kernel that extends contexts decodes.
 
 bf16 and fp8 are FlashAttention 3, or FlashAttention 4 for heads of more than 256. Their
 ``_triton`` arms are vLLM's Triton backend. ``_flashinfer`` is XQA, which vLLM's
@@ -54,7 +55,7 @@ from typing import Any
 
 import regex as re
 import torch
-from turbo_decode_arms import DTYPE, Arm, Batch, Shape, TurboArm
+from turbo_decode_arms import DTYPE, OTHER_KERNELS, Arm, Batch, Shape, TurboArm
 from turbo_decode_peers import (
     FlashAttentionArm,
     FlashInferArm,
@@ -104,10 +105,11 @@ ARMS: dict[str, Callable[..., Arm]] = {
         for layout in CACHE_LAYOUTS
     },
     **{
-        f"{dtype}_passes": partial(
-            TurboArm, cache_dtype=dtype, kernels="cuda", in_passes=True
+        f"{dtype}_{name}": partial(
+            TurboArm, cache_dtype=dtype, kernels="cuda", other_kernel=name
         )
         for dtype in TURBO_DTYPES
+        for name in OTHER_KERNELS
     },
     **{
         f"{dtype}_window": partial(TurboArm, cache_dtype=dtype, has_window=True)
@@ -437,9 +439,9 @@ def build_parser() -> argparse.ArgumentParser:
         const=[Shape.parse(text) for text in SWEEP_SHAPES],
         help="the shapes of the pictures: batch 1 and 32, 1024 to 131072 tokens",
     )
-    # Arms of other layouts take the memory of several layers. Passes are for more
-    # queries of a KV head than the default shapes have.
-    others = *CACHE_LAYOUTS, "_passes"
+    # Arms of other layouts take the memory of several layers. Other kernels are for
+    # more queries of a KV head than the default shapes have.
+    others = *CACHE_LAYOUTS, *OTHER_KERNELS
     default_arms = [name for name in ARMS if not name.endswith(others)]
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=default_arms)
     parser.add_argument(

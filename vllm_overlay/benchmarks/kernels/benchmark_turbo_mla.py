@@ -19,8 +19,9 @@ bf16 and bf16_flashmla are FLASH_ATTN_MLA and FLASHMLA, fp8 is FLASHMLA, and the
 ``_triton`` arms are TRITON_MLA. The turbo arms run the kernels that would be served,
 which are CUDA's if these can be built; their ``_triton`` arms always run Triton's.
 turbo4_slices attends with the CUDA kernels of compute capability 10.0 and 12.0, and
-turbo4_slices_8x with those of 8.0 to 8.9, which also run on later GPUs. An arm that
-cannot run here ends as a row with its error.
+turbo4_slices_8x with those of 8.0 to 8.9, which also run on later GPUs.
+turbo4_warpgroups attends with Hopper's products of warpgroups, even with eight rows. An
+arm that cannot run here ends as a row with its error.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from turbo_decode_timing import capture, measure, measure_device, spread
 from turbo_mla_arms import (
     BLOCK_SIZE,
     DTYPE,
+    PLANS,
     RANK,
     SIZE,
     Arm,
@@ -63,7 +65,7 @@ ARMS: dict[str, Callable[..., Arm]] = {
     },
     **{
         f"turbo4_{name}": partial(TurboArm, cache_dtype="turbo4", kernels=name)
-        for name in ("slices", "slices_8x")
+        for name in PLANS
     },
 }
 DEFAULT_SHAPES = (

@@ -175,6 +175,17 @@ def decode_in_passes(*args: Any, **options: Any) -> None:
         decode.decode_attention(*args, **options)
 
 
+def decode_by_extend(*args: Any, **options: Any) -> None:
+    """Decode by the kernel that extends contexts on this GPU."""
+    from vllm.v1.attention.ops.turbo.cuda import extend
+
+    extend.extend_attention(*args, **options)
+
+
+# Kernels of CUDA's that may decode in place of the one that serves.
+OTHER_KERNELS = {"passes": decode_in_passes, "extend": decode_by_extend}
+
+
 class TurboArm(Arm):
     """The turbo presets.
 
@@ -192,8 +203,8 @@ class TurboArm(Arm):
         cache_layout: vLLM's name of the layout of layers' pages. Pages of other layers
             may lie between this layer's pages, or between their heads.
         enable_pdl: Whether CUDA's kernels may begin before the previous one has ended.
-        in_passes: Whether CUDA's decode kernel takes many queries of a KV head in
-            several passes, even where another kernel would serve them.
+        other_kernel: A name of ``OTHER_KERNELS``, which decodes in place of the kernel
+            that serves; None for that one.
 
     """
 
@@ -209,7 +220,7 @@ class TurboArm(Arm):
         sliding_window: int | None = None,
         enable_pdl: bool = True,
         cache_layout: str = "LBHNC",
-        in_passes: bool = False,
+        other_kernel: str | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.choose import choose_kernels
@@ -255,8 +266,10 @@ class TurboArm(Arm):
                 batch.seq_lens,
                 batch.query_start_loc(),
             )
-        self.attend = decode_in_passes if in_passes else self.kernels.decode_attention
-        self.in_passes = in_passes
+        self.other_kernel = other_kernel
+        self.attend = self.kernels.decode_attention
+        if other_kernel is not None:
+            self.attend = OTHER_KERNELS[other_kernel]
         self.query_len = 1
         self.options: dict[str, Any] = {}
         self.store_options: dict[str, Any] = {}
@@ -420,15 +433,14 @@ class TurboArm(Arm):
         from vllm.v1.attention.ops.turbo.cuda import decode
         from vllm.v1.attention.ops.turbo.interface import CUDA, Variant
 
+        if self.kernels.name != CUDA or self.other_kernel is not None:
+            return self.other_kernel == "passes"
         group = self.batch.shape.num_heads // self.batch.shape.num_kv_heads
-        return self.kernels.name == CUDA and (
-            self.in_passes
-            or decode.rounds_queries(
-                self.layout,
-                group,
-                torch.device(self.batch.device),
-                Variant(self.offsets is not None),
-            )
+        return decode.rounds_queries(
+            self.layout,
+            group,
+            torch.device(self.batch.device),
+            Variant(self.offsets is not None),
         )
 
     def exact(

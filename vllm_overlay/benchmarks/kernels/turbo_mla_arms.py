@@ -357,16 +357,17 @@ class TritonArm(PlainArm):
         return output
 
 
-def slices_kernels(is_bulk: bool) -> Any:
-    """CUDA's ``LatentKernels`` with the decode kernels of other GPUs, by slices.
+# The plans of CUDA's decode kernel, by the end of an arm's name: the plans for compute
+# capability 10.0 and 12.0, the plans for 8.0 to 8.9, and Hopper's warpgroups alone.
+PLANS = {"slices": "SLICES", "slices_8x": "COPYING_SLICES", "warpgroups": "WARPGROUPS"}
 
-    ``is_bulk``: with bulk copies, which compute capability 9.0 and later have.
-    """
-    from vllm.v1.attention.ops.turbo.cuda import latent_decode
+
+def kernels_of_plans(name: str) -> Any:
+    """CUDA's ``LatentKernels`` with the decode plans of a name of ``PLANS``."""
+    from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_plans
     from vllm.v1.attention.ops.turbo.cuda.latent_kernels import CudaLatentKernels
-    from vllm.v1.attention.ops.turbo.cuda.latent_plans import COPYING_SLICES, SLICES
 
-    plans = SLICES if is_bulk else COPYING_SLICES
+    plans = getattr(latent_plans, PLANS[name])
     return CudaLatentKernels("they were asked for")._replace(
         decode_attention=partial(latent_decode.decode_attention, plans=plans),
         num_decode_splits=partial(latent_decode.num_decode_splits, plans=plans),
@@ -393,8 +394,8 @@ class TurboArm(Arm):
 
         self.layout = LatentFormat.from_cache_dtype(cache_dtype, SIZE)
         shape = batch.shape
-        if kernels in ("slices", "slices_8x"):
-            self.kernels = slices_kernels(is_bulk=kernels == "slices")
+        if kernels in PLANS:
+            self.kernels = kernels_of_plans(kernels)
         else:
             chosen = share_latent_kernels(
                 kernels, self.layout, shape.num_heads, shape.query_len

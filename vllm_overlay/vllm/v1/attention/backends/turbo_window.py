@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The layer that keeps the recent window of a turbo layer, one block for each request.
 
-``vllm/v1/attention/ops/turbo/window_format.py`` has the layout of a block's rows, and
+``vllm/v1/attention/ops/turbo/formats/window.py`` has the layout of a block's rows, and
 the rule by which a row is valid.
 """
 
