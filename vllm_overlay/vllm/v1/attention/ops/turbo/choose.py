@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels store and decode: CUDA's or Triton's. Both read the same bytes."""
+"""The choice of kernels, CUDA's or Triton's. Both read the same bytes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +23,7 @@ logger = init_logger(__name__)
 
 
 class NamedKernels(Protocol):
-    """Any set of kernels, MLA's (``LatentKernels``) or others' (``KernelSet``)."""
+    """Any set of kernels: ``LatentKernels`` of MLA or ``KernelSet`` of other layers."""
 
     @property
     def name(self) -> str:
@@ -31,19 +31,19 @@ class NamedKernels(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why they serve: a part of a sentence, for users."""
+        """Why these kernels serve: a part of a sentence, for users."""
 
 
 KernelsT = TypeVar("KernelsT", bound=NamedKernels)
 
 
 class ChosenKernels(Generic[KernelsT]):
-    """The kernels of all layers that are alike, which may still change.
+    """The kernels of all layers of a shape, which may still change.
 
     Attributes:
-        kernels: The kernels; None where PyTorch serves. They change, once and before
-            the first request, if a launch is refused or another rank cannot run them.
-        triton: Makes those that serve then, for a reason.
+        kernels: The kernels; None where PyTorch serves. They change once, before the
+            first request, if a launch is refused or another rank cannot run them.
+        triton: Makes Triton's kernels, which serve then, from a reason.
 
     """
 
@@ -56,13 +56,13 @@ class ChosenKernels(Generic[KernelsT]):
         self.triton = triton
 
 
-# Why CUDA's kernels, though they were built, are not launched in this process.
+# The reason why this process does not launch CUDA's kernels although they are built.
 _launch_refusal: str | None = None
 _chosen: list[ChosenKernels[Any]] = []
 
 
 def triton_kernels(reason: str = "") -> KernelSet:
-    """Triton's, for any GPU."""
+    """Triton's kernels, for any GPU."""
     from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
     return TritonKernels(reason)
@@ -71,13 +71,13 @@ def triton_kernels(reason: str = "") -> KernelSet:
 def cuda_kernels(
     layout: TurboFormat, reason: str = "", capability: int | None = None
 ) -> KernelSet:
-    """CUDA's, for layouts without a ``cuda_unsupported_reason``.
+    """CUDA's kernels, for layouts without a ``cuda_unsupported_reason``.
 
     Args:
         layout: The cache's format.
-        reason: Why they serve: a part of a sentence, for users.
-        capability: The GPU's compute capability, such as 90; None for none, which has
-            the kernels that all GPUs have.
+        reason: Why these kernels serve: a part of a sentence, for users.
+        capability: The GPU's compute capability, such as 90; None for the kernels that
+            all GPUs have.
 
     """
     from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
@@ -93,13 +93,13 @@ def cuda_kernels(
 
 
 def current_capability() -> int | None:
-    """Compute capability of the current GPU, such as 90; None if it has none."""
+    """The compute capability of the current GPU, such as 90; None if it has none."""
     capability = current_platform.get_device_capability()
     return None if capability is None else capability.to_int()
 
 
 def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
-    """Why there are no CUDA kernels for this device and layout, if so."""
+    """The reason why this device and layout have no CUDA kernels; None if they do."""
     if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
         return "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
     from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
@@ -114,14 +114,14 @@ def cuda_builds(
     query_len: int = 1,
     variant: Variant = PLAIN,
 ) -> ModuleBuilds:
-    """Begin to build and load the CUDA kernels of layers alike, side by side.
+    """Begin to build and load the CUDA kernels of a shape's layers, in parallel.
 
-    Cached, so that a build that fails does so once for all layers.
+    The result is cached, so that a build fails only once for all layers.
 
     Args:
         layout: The cache's format.
         num_queries_per_kv: Query heads a KV head.
-        query_len: Query tokens of a decode request at most.
+        query_len: The most query tokens of a decode request.
         variant: The layer's variant.
 
     """
@@ -139,7 +139,7 @@ def cuda_builds(
 
 
 def cuda_build_error(layout: TurboFormat, *more: Any) -> str | None:
-    """Build and load the CUDA kernels; why that failed, if it did.
+    """Build and load the CUDA kernels; the reason if that failed, else None.
 
     Args:
         layout: The cache's format.
@@ -150,7 +150,7 @@ def cuda_build_error(layout: TurboFormat, *more: Any) -> str | None:
 
 
 def start_builds(choice: str, layout: TurboFormat, *more: Any) -> None:
-    """Begin to build what ``choose_kernels`` will wait for, if that is CUDA's.
+    """Begin to build CUDA's kernels if ``choose_kernels`` will wait for them.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
@@ -170,12 +170,12 @@ def start_to_build(
     unsupported_reason: Callable[[], str | None],
     build: Callable[[], ModuleBuilds],
 ) -> None:
-    """Begin to build CUDA's kernels where ``choose_between`` would wait for them.
+    """Begin to build CUDA's kernels if ``choose_between`` would wait for them.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
-        unsupported_reason: Says why there are none of CUDA's, if so.
-        build: Begins to build CUDA's.
+        unsupported_reason: Gives the reason why there are no CUDA kernels, or None.
+        build: Begins to build CUDA's kernels.
 
     """
     if choice != "triton" and not _launch_refusal and not unsupported_reason():
@@ -183,7 +183,7 @@ def start_to_build(
 
 
 def cuda_refusal(reason: str) -> str:
-    """The message for CUDA kernels that were asked for and cannot be had."""
+    """The message for CUDA kernels that a user asks for and cannot have."""
     return (
         f"attention_config.turbo_kernel=cuda cannot be used, because {reason}. "
         "Use auto or triton instead."
@@ -197,17 +197,17 @@ def choose_kernels(
     query_len: int = 1,
     variant: Variant = PLAIN,
 ) -> KernelSet:
-    """The kernels of a layer, built: to be called before the first request.
+    """Choose and build the kernels of a layer, before the first request.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
         layout: The cache's format.
         num_queries_per_kv: Query heads a KV head.
-        query_len: Query tokens of a decode request at most.
+        query_len: The most query tokens of a decode request.
         variant: The layer's variant.
 
     Raises:
-        ValueError: If CUDA's are asked for and cannot be had.
+        ValueError: If the user asks for CUDA's kernels and cannot have them.
 
     """
     return choose_between(
@@ -230,13 +230,13 @@ def choose_between(
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
-        unsupported_reason: Says why there are none of CUDA's, if so.
-        build: Builds CUDA's, and says why that failed, if it did.
-        cuda: Makes CUDA's, for a reason.
-        triton: Makes Triton's, for a reason.
+        unsupported_reason: Gives the reason why there are no CUDA kernels, or None.
+        build: Builds CUDA's kernels; returns the reason if that failed, else None.
+        cuda: Makes CUDA's kernels from a reason.
+        triton: Makes Triton's kernels from a reason.
 
     Raises:
-        ValueError: If CUDA's are asked for and cannot be had.
+        ValueError: If the user asks for CUDA's kernels and cannot have them.
 
     """
     asked_for = f"turbo_kernel is {choice}"
@@ -251,7 +251,7 @@ def choose_between(
         raise ValueError(cuda_refusal(reason))
     if unsupported:
         return triton(unsupported)
-    # The CUDA kernels are faster, and here the user can have them.
+    # A warning, because the CUDA kernels are faster and the user can get them here.
     logger.warning_once("Turbo KV cache: Triton kernels, because %s.", error)
     return triton("the CUDA kernels could not be built")
 
@@ -264,7 +264,7 @@ def share_kernels(
     query_len: int = 1,
     variant: Variant = PLAIN,
 ) -> ChosenKernels[KernelSet]:
-    """The choice of ``choose_kernels``, for all layers alike and their builders."""
+    """The choice of ``choose_kernels``, for a shape's layers and their builders."""
     kernels = choose_kernels(choice, layout, num_queries_per_kv, query_len, variant)
     return may_fall_back(kernels, triton_kernels)
 
@@ -272,17 +272,17 @@ def share_kernels(
 def may_fall_back(
     kernels: KernelsT, triton: Callable[[str], KernelsT]
 ) -> ChosenKernels[KernelsT]:
-    """Have Triton's kernels serve in place of these at ``fall_back_to_triton``."""
+    """Register kernels that ``fall_back_to_triton`` replaces with Triton's."""
     chosen = ChosenKernels(kernels, triton)
     _chosen.append(chosen)
     return chosen
 
 
 def fall_back_to_triton(reason: str) -> None:
-    """Have Triton's kernels serve all layers of this process, before any request.
+    """Make Triton's kernels serve all layers of this process, before any request.
 
     Args:
-        reason: Why CUDA's, which were built, cannot: a part of a sentence.
+        reason: Why CUDA's kernels, which are built, cannot serve: a part of a sentence.
 
     """
     global _launch_refusal
@@ -295,13 +295,13 @@ def fall_back_to_triton(reason: str) -> None:
 
 
 def refusal_of_other_ranks(kernels: NamedKernels, group: ProcessGroup) -> str | None:
-    """Why another rank's kernels are not CUDA's, where this one's are.
+    """The reason why another rank's kernels are not CUDA's while this rank's are.
 
-    A step waits for its slowest rank, so nothing is lost if all run the same.
+    A step waits for its slowest rank, so nothing is lost if all run the same kernels.
 
     Args:
-        kernels: This rank's.
-        group: Ranks with the same layers, all of which call this; on the host.
+        kernels: This rank's kernels.
+        group: The ranks with the same layers, which all call this; on the host.
 
     """
     choices: list[tuple[str, str]] = [("", "")] * group.size()

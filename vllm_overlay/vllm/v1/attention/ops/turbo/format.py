@@ -5,19 +5,19 @@
 Every constant of the format is defined here and nowhere else. The module
 imports nothing but the standard library, so configuration code can use it.
 
-The method is TurboQuant (Zandieh et al., arXiv:2504.19874), its MSE variant:
-rotate a vector at random, then quantise each coordinate with a fixed scalar
-codebook. Three things differ from the paper. There is no vector norm; instead
-each group of 16 rotated coordinates has a scale, which costs the same bytes and
-follows the local energy. Three-bit codes are trellis-coded (Marcellin and Fischer,
-doi:10.1109/26.46532): each chooses among half of 16 levels, and which half follows
-from the codes before it. And there is no QJL residual: its unbiased
-estimate has a variance that the softmax amplifies.
+The method is the MSE variant of TurboQuant (Zandieh et al., arXiv:2504.19874): rotate a
+vector at random, then quantise each coordinate with a fixed scalar codebook. Three
+things differ from the paper. There is no vector norm. Instead each group of 16 rotated
+coordinates has a scale, which costs the same bytes and follows the local energy.
+Three-bit codes are trellis-coded (Marcellin and Fischer, doi:10.1109/26.46532): each
+chooses among half of 16 levels, and the codes before it determine the half. And there
+is no QJL residual, because its unbiased estimate has a variance that the softmax
+amplifies.
 
-The format is an ABI, for pages may outlive the process that wrote them. It is frozen,
-the order of bytes within a plane, too: any change is a new dtype name.
-``LAYOUT_VERSION`` goes along with pages that are kept or exchanged: those that a build
-with another one has written are not taken.
+The format is an ABI, because pages may outlive the process that wrote them. It is
+frozen, including the order of bytes within a plane: any change is a new dtype name.
+Pages that are kept or exchanged carry ``LAYOUT_VERSION``, and pages with another
+version are not taken.
 """
 
 import math
@@ -26,51 +26,52 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-# The version of all of this. Frozen: another is another format under the same name.
+# The version of this format. Frozen: another version would be another format under the
+# same name.
 LAYOUT_VERSION = 2
 
-# Tokens a tile. A page is a whole number of tiles.
+# Tokens of a tile. A page is a whole number of tiles.
 TILE_TOKENS = 16
 # Rotated coordinates that share a scale and, with three bits, a trellis.
 SCALE_GROUP = 16
 # Rotated coordinates to a byte of scales.
 SCALE_BYTE_COORDINATES = 32
-# Codes a unit: the unit of packing, see TurboFormat.
+# Codes of a unit, the unit of packing: see TurboFormat.
 UNIT_CODES = 8
 # Levels of a codebook, and the subsets that a trellis divides them into: level l is
 # in subset l % 4.
 NUM_LEVELS = 16
 NUM_SUBSETS = 4
 
-# Scales are unsigned E5M3: byte << 7 is the bit pattern of the fp16 number of
-# that value. 0xF8 and above would be Inf and NaN and are never written.
+# Scales are unsigned E5M3: byte << 7 is the bit pattern of the fp16 number with the
+# same value. 0xF8 and above would be Inf and NaN and are never written.
 SCALE_SHIFT = 7
 SCALE_CODE_MAX = 0xF7
 SCALE_MAX = 61440.0
 SMALLEST_SCALE = 2.0**-17
 
-# A vector is rotated as integers: it is scaled by the power of two that brings
-# its largest magnitude to [2**10, 2**11) and rounded, so every product is +-1
-# times an integer that fp16 holds and every sum is exact in fp32, whatever the
-# order. The encoder's bytes are then the same on every device. The rounding is
-# 1/2048 of the largest input at most, below bf16's own.
+# A vector is rotated as integers. It is scaled by the power of two that brings its
+# largest magnitude to [2**10, 2**11), and rounded. So every product is +-1 times an
+# integer that fp16 holds, and every sum is exact in fp32, whatever the order. The
+# encoder's bytes are then the same on every device. The rounding is at most 1/2048 of
+# the largest input, which is below bf16's own rounding.
 ROTATION_EXPONENT = 10
 # Below this exponent a vector is rounded to zero (its scales would be zero).
 MIN_INPUT_EXPONENT = -100
 
-# Squared errors of the scale search, relative to the vector's largest magnitude,
-# are rounded to this many fractional bits and to at most ERROR_MAX: their sums over a
-# word's groups then are exact in fp32 and do not depend on the order either.
+# Squared errors of the scale search are relative to the vector's largest magnitude.
+# They are rounded to this many fractional bits, and are at most ERROR_MAX. Their sums
+# over a word's groups then are exact in fp32, and do not depend on the order either.
 ERROR_FRACTION_BITS = 16
 ERROR_MAX = 1.0
 ERROR_MAX_EXPONENT = 20
 
 # Keys' codes are chosen such that a decoded key's product with the key itself is the
-# key's square: the error along the key is what attention feels most. Rounds of the
-# search for a factor that does it, how far it may go from 1, and the fractional bits
-# that the products' terms are rounded to, so that their sums, too, are exact. What is
-# left may be mended by moving one code to the next level: how much a squared error
-# along the key weighs there against one across it.
+# key's square, because attention is most sensitive to the error along the key. A search
+# finds a factor for this, in UNBIAS_ROUNDS rounds, at most UNBIAS_LIMIT from 1. Terms
+# of products have PRODUCT_FRACTION_BITS fractional bits, so that their sums are exact.
+# Moving one code to the next level may correct the rest. There a squared error along
+# the key weighs BIAS_WEIGHT times as much as one across it.
 UNBIAS_ROUNDS = 3
 UNBIAS_LIMIT = 0.0625
 PRODUCT_FRACTION_BITS = 12
@@ -78,7 +79,7 @@ BIAS_WEIGHT = 16.0
 
 # Candidates of the scale search: steps on the E5M3 grid from the group's largest
 # magnitude, rounded down. The base of a word is tried at the largest of the groups'
-# best scales, and steps below it: then more of the smaller ones are in reach.
+# best scales, and at steps below it, from which more of the smaller ones are in reach.
 SCALE_OFFSETS = (-1, 0, 1, 2, 3)
 BASE_OFFSETS = (0, -1, -2)
 
@@ -92,26 +93,26 @@ def fp32(value: float) -> float:
 
 @dataclass(frozen=True)
 class Codebook:
-    """Codebook of one side (K or V) at one width.
+    """The codebook of K or V at one number of bits.
 
-    Level l, of 16, lies at the signed half-integer position ``u = l - 15 / 2`` and is
-    odd in it. The largest is about 1; a coordinate is ``scale * level``. A code of
-    four bits is l. A code of three bits, with the two before it, is (see
-    ``TurboFormat``).
+    Level l, of 16, is at the signed half-integer position ``u = l - 15 / 2``, and is an
+    odd function of it. The largest is about 1. A coordinate is ``scale * level``. A
+    code of four bits is l. A code of three bits gives l together with the two codes
+    before it (see ``TurboFormat``).
 
     Attributes:
-        bits: Bits a code.
+        bits: Bits of a code.
         magnitudes: Levels of the upper half, ascending.
-        coefficients: fp16 numbers (a, b) that kernels evaluate levels with, at
-            v = u / 4, less than 2. Of a value codebook the level is
-            ``v * (a + b * abs(v))``. Of a key codebook ``v * (a + b * v**2)`` is within
-            1/2 of ``KEY_LEVEL_UNIT * level``, also when evaluated in fp16, so rounding
-            it gives that exactly. In v neither coefficient, times a scale, overflows
-            fp16, nor is it subnormal before the coordinate is.
+        coefficients: fp16 numbers (a, b) from which kernels evaluate levels, at
+            v = u / 4, less than 2. A value's level is ``v * (a + b * abs(v))``. For a
+            key, ``v * (a + b * v**2)`` is within 1/2 of ``KEY_LEVEL_UNIT * level``,
+            also when evaluated in fp16, so rounding gives that exactly. With v as the
+            argument, neither coefficient times a scale overflows fp16, nor is it
+            subnormal before the coordinate is.
         gain: The factor of decoded coordinates with which
             ``E[decode(x) * x] = E[x * x]`` on Gaussian vectors. Keys apply it
             through the softmax scale; values do not (least squares).
-        unbiased: Whether the encoder makes that hold for each vector.
+        unbiased: Whether the encoder makes this equation hold for each vector.
 
     """
 
@@ -149,9 +150,9 @@ def _midpoints(levels: tuple[float, ...]) -> tuple[float, ...]:
 
 
 # Fitted by tests/kernels/turbo/fit_codebooks.py to Gaussian vectors, with the scale
-# search, to both widths at once. Key levels are integers over KEY_LEVEL_UNIT, so that a
-# code becomes an int8 operand as well as an fp16 one; the largest leaves room for one
-# more, for kernels that have upper levels as a sum with -1.
+# search, for three and four bits at once. Key levels are integers over KEY_LEVEL_UNIT,
+# so that a code becomes an int8 operand as well as an fp16 one. The largest leaves room
+# for one more, for kernels that store upper levels plus 1 and add -1.
 KEY_LEVEL_UNIT = 128
 KEY_LEVELS = (6, 18, 31, 45, 61, 79, 101, 126)
 KEY_COEFFICIENTS = (46.84375, 5.73828125)
@@ -179,7 +180,7 @@ VALUE_CODEBOOKS = {
     for bits in (4, 3)
 }
 
-# cache dtype -> (key bits, value bits)
+# (key bits, value bits) by cache dtype.
 TURBO_PRESETS: dict[str, tuple[int, int]] = {
     "turbo4": (4, 4),
     "k4v3": (4, 3),
@@ -193,18 +194,18 @@ def is_turbo_cache_dtype(cache_dtype: str | None) -> bool:
 
 
 class ScaleWords(NamedTuple):
-    """How the scales of a vector are stored: ``num_words`` little-endian words.
+    """The storage of a vector's scales: ``num_words`` little-endian words.
 
     A word holds the scales of ``word_groups`` groups: scale group g is place
-    ``g % word_groups`` of word ``g // word_groups``. The low byte is a base, a
-    scale code; above it lie ``delta_bits`` bits a place, the first lowest. The
-    code of a group is ``base - delta_step * delta``, never negative. Spare bits
-    are zero.
+    ``g % word_groups`` of word ``g // word_groups``. The low byte is a base, which is a
+    scale code. Above it each place has ``delta_bits`` bits, the first place lowest. The
+    code of a group is ``base - delta_step * delta``, never negative. Spare bits are
+    zero.
 
     Attributes:
-        num_words: Words a vector.
-        word_bytes: Bytes a word.
-        word_groups: Groups a word.
+        num_words: Words of a vector.
+        word_bytes: Bytes of a word.
+        word_groups: Groups of a word.
         delta_bits: Bits of a delta.
         delta_step: Steps of the scale grid to a unit of delta.
 
@@ -218,7 +219,7 @@ class ScaleWords(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        """Scale groups a vector."""
+        """Scale groups of a vector."""
         return self.num_words * self.word_groups
 
     @property
@@ -233,11 +234,11 @@ class ScaleWords(NamedTuple):
 
 @cache
 def scale_words(head_size: int) -> ScaleWords:
-    """Scale words of vectors of ``head_size``: ceil(D / 32) bytes.
+    """The scale words of vectors of ``head_size``: ceil(D / 32) bytes.
 
-    A word serves up to 128 coordinates. Eight deltas of 3 bits fill 32 bits; shorter
-    words may leave 2 bits, which then count by two, for scales of a vector differ by
-    more than three.
+    A word serves up to 128 coordinates. Eight deltas of 3 bits fill 32 bits. Shorter
+    words may have 2 bits for a delta, which then counts by two, because the scales of a
+    vector differ by more than three steps.
     """
     num_bytes = math.ceil(head_size / SCALE_BYTE_COORDINATES)
     word_bytes = num_bytes
@@ -253,12 +254,12 @@ def scale_words(head_size: int) -> ScaleWords:
 
 @dataclass(frozen=True)
 class TurboFormat:
-    """Layout of one turbo cache dtype at one head size.
+    """The layout of one turbo cache dtype at one head size.
 
-    For one (block, KV head) the tokens' bytes are one contiguous region: a
-    sequence of tiles of 16 tokens, each of ``tile_bytes`` bytes, so a cut at a
-    multiple of 16 tokens is a cut in bytes. With D the head size, S =
-    ceil(D / 32) bytes of scales a vector and n the token's index in its tile, a tile is
+    The bytes of one (block, KV head) are one contiguous region: a sequence of tiles of
+    16 tokens, with ``tile_bytes`` bytes each. So a cut at a multiple of 16 tokens is a
+    cut in bytes. With D the head size, S = ceil(D / 32) the bytes of a vector's scales
+    and n the token's index in its tile, a tile is
 
     ==================  =========================  ==========================
     plane               bytes                      address within the plane
@@ -277,32 +278,34 @@ class TurboFormat:
     * 4 bits, K: unit u of token n is the little-endian 32-bit word at
       ``n * D / 2 + 4 * u``; code i is its bits ``4 * i`` to ``4 * i + 3``: the index of
       a level.
-    * 3 bits: a branch of two bits and a path bit. With the codes of a group in the
-      order ``e = 2 * i + p`` of codes i of units g + p * G, branch c(e) and path bit
-      b(e), zero before the first, the index of the level is
-      ``4 * c(e) + 2 * (b(e) ^ b(e - 2)) + b(e - 1)``: Ungerboeck's trellis of four
-      states, from state zero in each group, where neighbouring codes' levels are in
-      subsets that the path bits allow. There are two planes, one after the other: of
-      branches, D / 4 bytes a token, and of path bits, D / 8.
+    * 3 bits: a code is a branch of two bits and a path bit. The codes i of units
+      g + p * G have the order ``e = 2 * i + p`` in their group. Code e has the branch
+      c(e) and the path bit b(e), which is zero before the first code. The index of its
+      level is ``4 * c(e) + 2 * (b(e) ^ b(e - 2)) + b(e - 1)``. This is Ungerboeck's
+      trellis of four states, from state zero in each group: the levels of neighbouring
+      codes are in subsets that the path bits allow. There are two planes, one after the
+      other: branches, D / 4 bytes of a token, and path bits, D / 8 bytes.
     * 3 bits, K: group g of token n has its branches in the 32-bit word at
-      ``n * D / 4 + 4 * g``, those of e = 2 * i + p in bits 4 * i + 2 * p and above it.
-      If G is even, groups g = 2 * q + a share the 32-bit word of path bits at
-      ``n * D / 8 + 4 * q``, in bits ``4 * i + 2 * a + p``; else a group has the 16-bit
-      word at ``n * D / 8 + 2 * g``, with bits ``2 * i + p``.
+      ``n * D / 4 + 4 * g``. The branch of e = 2 * i + p is bits 4 * i + 2 * p and
+      4 * i + 2 * p + 1. If G is even, groups g = 2 * q + a share the 32-bit word of
+      path bits at ``n * D / 8 + 4 * q``, in bits ``4 * i + 2 * a + p``. If G is odd, a
+      group has the 16-bit word at ``n * D / 8 + 2 * g``, with bits ``2 * i + p``.
 
-    Codes of V are in 16-bit words, two tokens' interleaved, as the tensor core wants
-    them. With token n = 8 * h + 2 * t + j, unit g + p * G and code i = 2 * k + c:
+    Codes of V are in 16-bit words, with the words of two tokens interleaved, for the
+    tensor core. With token n = 8 * h + 2 * t + j, unit g + p * G and code
+    i = 2 * k + c:
 
-    * 4 bits: codes of one c are the word at
-      ``4 * D * h + 64 * g + 16 * t + 8 * p + 4 * c + 2 * j``; code k of it is bits
-      ``4 * k`` to ``4 * k + 3`` of the word rotated right by two bits.
-    * 3 bits: branches of one c, of both p, are the word at
-      ``2 * D * h + 32 * g + 8 * t + 4 * c + 2 * j``; that of k and p is bits
-      ``4 * k + 2 * (1 - p)`` and the next of the word rotated right by four bits. Path
-      bits are the word at ``D * h + 16 * g + 4 * t + 2 * j``, bit e that of e.
+    * 4 bits: the four codes with the same c are the word at
+      ``4 * D * h + 64 * g + 16 * t + 8 * p + 4 * c + 2 * j``. Code k is bits ``4 * k``
+      to ``4 * k + 3`` of the word rotated right by two bits.
+    * 3 bits: the eight branches with the same c are the word at
+      ``2 * D * h + 32 * g + 8 * t + 4 * c + 2 * j``. The branch of k and p is bits
+      ``4 * k + 2 * (1 - p)`` and ``4 * k + 2 * (1 - p) + 1`` of the word rotated right
+      by four bits. Path bits are the word at ``D * h + 16 * g + 4 * t + 2 * j``, with
+      b(e) in bit e.
 
     Every byte belongs to one token, so tokens of a page are written independently.
-    Bytes a token and KV head, of 4 * D in bf16:
+    Bytes of a token and KV head, which are 4 * D in bf16:
 
     =========  ======  ======  ======
     head size  turbo4    k4v3  turbo3
@@ -319,9 +322,9 @@ class TurboFormat:
 
     Attributes:
         name: The ``--kv-cache-dtype`` value.
-        key_bits: Bits a key code.
-        value_bits: Bits a value code.
-        head_size: Size of a K and of a V vector.
+        key_bits: Bits of a key code.
+        value_bits: Bits of a value code.
+        head_size: Coordinates of a K vector and of a V vector.
 
     """
 
@@ -335,8 +338,8 @@ class TurboFormat:
         """The layout of a preset.
 
         Raises:
-            ValueError: If the dtype is no turbo preset or the head size has
-                no rotation.
+            ValueError: If the dtype is not a turbo preset, or the head size has no
+                rotation.
 
         """
         if cache_dtype not in TURBO_PRESETS:
@@ -363,17 +366,17 @@ class TurboFormat:
 
     @property
     def num_units(self) -> int:
-        """Units (groups of eight codes) a vector."""
+        """Units (groups of eight codes) of a vector."""
         return self.head_size // UNIT_CODES
 
     @property
     def num_groups(self) -> int:
-        """Scale groups a vector."""
+        """Scale groups of a vector."""
         return self.head_size // SCALE_GROUP
 
     @property
     def scale_words(self) -> ScaleWords:
-        """How the scales of a vector are stored."""
+        """The storage of a vector's scales."""
         return scale_words(self.head_size)
 
     @property
@@ -403,7 +406,7 @@ class TurboFormat:
 
     @property
     def slot_size(self) -> int:
-        """Bytes a token and KV head: C of the page shape [B, H, N, C]."""
+        """Bytes of a token and KV head: C of the page shape [B, H, N, C]."""
         return self.key_packed_size + self.value_packed_size
 
     @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Why the turbo cache dtypes refuse something: what was met, what is supported, and the
-flag that helps.
+"""The reasons for which the turbo cache dtypes refuse a model or a setting.
 
-``refusals.py`` finds which of them hold. The documentation has a row for each.
+Each has the unsupported feature, the supported values, and the flag that helps.
+``refusals.py`` finds the reasons that hold. The documentation has a row for each.
 """
 
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is refused. <name> stands for a value.
+    """A reason to refuse something. <name> stands for a value.
 
     Attributes:
         met: The feature that is not supported, with its value.
-        supported: What is, of what has several values; else empty.
-        instead: The flags or settings that help; empty where another dtype alone does.
-        is_partial: Whether they help some users alone, so that all are told of another
-            dtype, too.
+        supported: The supported values of a feature with several; else empty.
+        instead: The flags or settings that help; empty if only another dtype helps.
+        is_partial: Whether these help only some users, so that the message also names
+            other dtypes.
 
     """
 
@@ -32,11 +32,11 @@ class Reason:
 
     @property
     def needs_dtype(self) -> bool:
-        """Whether another cache dtype is to be named as a way out."""
+        """Whether the message names another cache dtype as a way out."""
         return self.is_partial or not self.instead
 
     def of(self, **values: object) -> "Reason":
-        """The reason with values in the places of their names."""
+        """The reason with values in place of their names."""
         texts = {"met": self.met, "supported": self.supported, "instead": self.instead}
         for name, value in values.items():
             for part, text in texts.items():
@@ -49,7 +49,7 @@ class Reason:
         return f"{self.met} ({notes})" if notes else self.met
 
 
-# Words that many reasons have in common.
+# Words that several reasons share.
 NO_DCP = "leave out --decode-context-parallel-size"
 TEXT_ALONE = "--language-model-only serves text alone"
 DRAFTER_DTYPE = 'of a drafter, set "kv_cache_dtype": "auto" in --speculative-config'
@@ -59,7 +59,7 @@ NO_ADAPTIVE_VERIFICATION = (
 MM_PREFIX = "partial multimodal token full attention"
 MAX_LARGE_HEAD = "head_size of up to 256"
 
-# Sizes of MLA that are served: of both together those that vLLM's MLA has.
+# The sizes of MLA that are served: sums of latent and rotary key that vLLM's MLA has.
 MLA_SIZES = tuple(LATENT_SIZES[head_size] for head_size in (576, 512, 320))
 DCP_HEAD_SIZES = (64, 128, 256)
 
@@ -232,7 +232,7 @@ MLA_BESIDE_K_AND_V = Reason(
     "MLA beside layers with K and V", instead=DRAFTER_DTYPE, is_partial=True
 )
 
-# All that a refusal may name.
+# All reasons that a refusal may name.
 REASONS = (
     HEAD_SIZE,
     MODEL_DTYPE,
@@ -280,7 +280,7 @@ REASONS = (
     FOREIGN_TOKENS,
 )
 
-# The same, of what MLA alone is refused for.
+# The reasons that a refusal of MLA may also name.
 MLA_REASONS = (
     NO_MLA_BY_TURBO_MLA,
     ONE_VECTOR,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Features that the turbo cache dtypes do not serve, and the messages for users."""
+"""Finds features that the turbo cache dtypes do not serve, and has users' messages."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-# Reasons by what ``AttentionBackend.validate_configuration`` says.
+# Reasons by the words of ``AttentionBackend.validate_configuration``.
 BORROWED = {
     "head_size not supported": reasons.HEAD_SIZE,
     "dtype not supported": reasons.MODEL_DTYPE,
@@ -47,25 +47,25 @@ ATTENTION_KINDS = {
     AttentionType.ENCODER_DECODER: "encoder-decoder (cross)",
 }
 
-# Arguments of an attention layer, by reason. Any other is refused by its name.
+# Refused arguments of an attention layer, by reason. Others are refused by name.
 LAYER_ARGUMENTS = {reasons.ALIBI: "alibi_slopes"}
 
-# Kinds of cache specs that are served.
+# The kinds of cache specs that are served.
 SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-# Features of a layer's cache spec, by reason.
+# Refused features of a layer's cache spec, by reason.
 SPEC_FEATURES: dict[Reason, Callable[[AttentionSpec], bool]] = {
     reasons.NON_CAUSAL: lambda spec: getattr(spec, "non_causal", False),
     reasons.SIZE_OF_V: lambda spec: spec.head_size_v != spec.head_size,
     reasons.TOKENS_PER_STATE: lambda spec: spec.tokens_per_state != 1,
 }
 
-# Of an MLA layer's arguments, those of any layer.
+# The arguments that every MLA layer has.
 MLA_ARGUMENTS = frozenset(
     ("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj")
 )
-MLA_WINDOW = "of MLA the newest tokens are read as they are stored"
+MLA_WINDOW = "MLA reads the newest tokens as they are stored"
 
-# Features of an engine that are not served with MLA.
+# Refused settings of an engine with MLA, by reason.
 MLA_SETTINGS: dict[Reason, Callable[[VllmConfig], bool]] = {
     reasons.MLA_SKIPPED_LAYERS: (
         lambda config: bool(config.cache_config.kv_cache_dtype_skip_layers)
@@ -84,7 +84,7 @@ MLA_SETTINGS: dict[Reason, Callable[[VllmConfig], bool]] = {
             and config.speculative_config.method in ("dspark", "dflash")
         )
     ),
-    # Whoever finds no backend with sinks leaves them out, with a warning.
+    # A model that finds no backend with sinks leaves them out, with a warning.
     reasons.MLA_SINKS: (
         lambda config: bool(
             getattr(config.model_config.hf_text_config, "learnable_sink", False)
@@ -103,7 +103,7 @@ MLA_SETTINGS: dict[Reason, Callable[[VllmConfig], bool]] = {
         lambda config: config.parallel_config.decode_context_parallel_size > 1
     ),
 }
-# Features of an MLA layer's cache spec, by reason.
+# Refused features of an MLA layer's cache spec, by reason.
 MLA_SPEC_FEATURES: dict[Reason, Callable[[MLAAttentionSpec], bool]] = {
     reasons.NON_CAUSAL: lambda spec: spec.non_causal_multi_token_decode,
     reasons.SPARSE: (
@@ -112,8 +112,8 @@ MLA_SPEC_FEATURES: dict[Reason, Callable[[MLAAttentionSpec], bool]] = {
     reasons.TOKENS_PER_STATE: lambda spec: spec.tokens_per_state != 1,
 }
 
-# What an engine has that leaves no place for a recent window, by the reason that a user
-# is told: a part of a sentence.
+# Features of an engine that rule out a recent window, by the reason for users: a part
+# of a sentence.
 WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
     "turbo_prefill is stored, so that all tokens are seen as they are stored (leave it "
     "out, or raw)": (lambda config: config.attention_config.turbo_prefill == "stored"),
@@ -129,7 +129,8 @@ WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
     "--decode-context-parallel-size)": (
         lambda config: config.parallel_config.decode_context_parallel_size > 1
     ),
-    "a block of a hybrid model is as long as its state: too much for a request": (
+    "a block of a hybrid model is as large as its state, which is too much for a "
+    "request": (
         lambda config: (
             config.model_config is not None and config.model_config.is_hybrid
         )
@@ -138,7 +139,7 @@ WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
 
 
 def window_refusal(num_tokens: int, reason: str) -> str:
-    """The message for a recent window that was asked for and cannot be had."""
+    """The message for a recent window that a user asks for and cannot have."""
     return (
         f"attention_config.turbo_window={num_tokens} cannot be had, because {reason}. "
         "Use auto or 0 instead."
@@ -146,15 +147,15 @@ def window_refusal(num_tokens: int, reason: str) -> str:
 
 
 def window_room(num_tokens: int, block_size: int, query_len: int) -> str:
-    """The reason not to have a window that a block has no room for."""
+    """The reason against a window that a block has no room for."""
     return (
-        f"a block of {block_size} tokens has room for {num_tokens} recent ones, beside "
-        f"{query_len} of a step (a larger --block-size has room for more)"
+        f"a block of {block_size} tokens has room for {num_tokens} recent tokens "
+        f"beside {query_len} of a step (a larger --block-size has room for more)"
     )
 
 
 def window_sight(sliding_window: int, query_len: int) -> str:
-    """The reason not to have a window of tokens that some query tokens do not see."""
+    """The reason against a window of tokens that some query tokens do not see."""
     return (
         f"query tokens see {sliding_window} tokens, of which a step may have "
         f"{query_len}"
@@ -162,12 +163,12 @@ def window_sight(sliding_window: int, query_len: int) -> str:
 
 
 def way_out(cache_dtype: str | None) -> str:
-    """The words behind the reasons for which a backend was not selected."""
+    """The way out that follows the reasons why a backend was not selected."""
     return f"use --kv-cache-dtype fp8 or auto instead of {cache_dtype}"
 
 
 def refusal(cache_dtype: str | None, found: Iterable[Reason]) -> str:
-    """The message for what a turbo cache dtype cannot serve."""
+    """The message for features that a turbo cache dtype cannot serve."""
     found = list(found)
     message = (
         f"--kv-cache-dtype {cache_dtype} does not support this: "
@@ -181,10 +182,10 @@ def refusal(cache_dtype: str | None, found: Iterable[Reason]) -> str:
 def borrowed_reasons(
     words: Iterable[str], head_sizes: Iterable[int], configuration: dict[str, Any]
 ) -> list[Reason]:
-    """Reasons that say of a configuration what vLLM's words do not.
+    """The reasons for vLLM's words, with the values of a configuration.
 
     Args:
-        words: The faults that ``AttentionBackend.validate_configuration`` found.
+        words: The words of ``AttentionBackend.validate_configuration``.
         head_sizes: The backend's head sizes.
         configuration: The validated configuration.
 
@@ -207,7 +208,7 @@ def borrowed_reasons(
         str(other_backend): other_backend,
     }
     found = [known.get(each, Reason(each)).of(**values) for each in words]
-    # Each once: vLLM has two words for some.
+    # Each reason once, because vLLM has two words for some.
     return list(dict.fromkeys(found))
 
 
@@ -215,7 +216,7 @@ def backend_reason(cache_dtype: str | None, name: str, own: str) -> Reason:
     """The reason to refuse a backend that a user or the model's configuration chose.
 
     Args:
-        cache_dtype: A turbo one.
+        cache_dtype: A turbo cache dtype.
         name: The backend that was chosen.
         own: The backend that reads the dtype's pages.
 
@@ -236,7 +237,7 @@ def _other_backend(cache_dtype: str | None, use_mla: bool) -> Reason:
 
 
 def one_vector_reason(cache_dtype: str | None) -> Reason:
-    """The reason to refuse a dtype that stores K and V in ways of their own."""
+    """The reason to refuse a dtype that stores K and V differently, with MLA."""
     return reasons.ONE_VECTOR.of(dtype=cache_dtype, dtypes=", ".join(LATENT_PRESETS))
 
 
@@ -253,7 +254,7 @@ def unsupported_layer_arguments(
 ) -> list[Reason]:
     """Reasons against an attention layer's optional arguments.
 
-    Models pass defaults explicitly: None, False and a factor of zero mean nothing.
+    Models pass defaults explicitly: None, False and a factor of zero have no effect.
     """
     given = {
         name
@@ -289,13 +290,13 @@ def unsupported_with_dcp(
     is_pooled: bool,
     shares_cache: bool,
 ) -> list[Reason]:
-    """Reasons against a layer where ranks share the context."""
+    """Reasons against a layer whose context ranks share."""
     speculative = vllm_config.speculative_config
     model_config = vllm_config.model_config
     features = {
-        # Query tokens are in the cache of one rank each.
+        # A query token is in the cache of one rank only.
         reasons.DCP_OF_STORED: vllm_config.attention_config.turbo_prefill == "stored",
-        # How many of a rank's tokens a token sees depends on the token.
+        # The number of a rank's tokens that a query token sees depends on that token.
         reasons.DCP_OF_WINDOWS: has_sliding_window,
         reasons.DCP_OF_POOLED: is_pooled,
         reasons.DCP_OF_SHARED_CACHES: shares_cache,
@@ -303,7 +304,7 @@ def unsupported_with_dcp(
         reasons.DCP_OF_ADAPTIVE_VERIFICATION: (
             speculative is not None and speculative.enable_adaptive_verification
         ),
-        # vLLM's kernels join vectors of as many coordinates as a power of two.
+        # vLLM's kernels join vectors whose size is a power of two.
         reasons.DCP_OF_HEAD_SIZE: head_size not in reasons.DCP_HEAD_SIZES,
     }
     return [reason.of(head_size=head_size) for reason, x in features.items() if x]
@@ -314,7 +315,7 @@ def _unsupported_spec(
     kinds: tuple[type, ...],
     features: dict[Reason, Callable[[Any], bool]],
 ) -> list[Reason]:
-    """Reasons against a cache spec of another kind, or with one of these features."""
+    """Reasons against a cache spec of another kind, or with refused features."""
     if type(spec) not in kinds:
         names = [each.__name__.removesuffix("Spec") for each in (type(spec), *kinds)]
         return [reasons.LAYER_KIND.of(kind=names[0], kinds=", ".join(names[1:]))]
@@ -332,7 +333,7 @@ def unsupported_spec_features(spec: AttentionSpec) -> list[Reason]:
 
 
 def unsupported_mla_sizes(rank: int, rope: int) -> list[Reason]:
-    """Why an MLA layer's latent and rotary key are not stored, if they are not."""
+    """Reasons against the sizes of an MLA layer's latent and rotary key."""
     if (rank, rope) in reasons.MLA_SIZES:
         return []
     return [reasons.LATENT_SIZE.of(rank=rank, rope=rope)]

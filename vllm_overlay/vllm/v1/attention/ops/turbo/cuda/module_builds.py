@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Builds of CUDA modules beside the rest of a start: begun early, waited for late.
+"""Builds CUDA modules in parallel with the rest of an engine's start.
 
-The compiler runs in processes of its own, which weights that are loaded and graphs that
-are compiled need not wait for.
+Builds begin early, and are waited for late. The compiler runs in separate processes, so
+loading weights and compiling graphs need not wait for it.
 """
 
 import time
@@ -24,12 +24,12 @@ logger = init_logger(__name__)
 
 @cache
 def _log_traceback() -> None:
-    """Log that of the exception being handled, the first in this process."""
+    """Log the current exception's traceback, once in a process."""
     logger.warning("The turbo CUDA kernels cannot be loaded:", exc_info=True)
 
 
 def _reason(error: Exception) -> str:
-    """Why modules cannot be built and loaded, of the exception being handled."""
+    """The reason why modules cannot be built and loaded, from the current exception."""
     if isinstance(error, RuntimeError):
         return str(error)
     # Other releases of FlashInfer and TVM-FFI may fail in any way.
@@ -38,26 +38,29 @@ def _reason(error: Exception) -> str:
 
 
 def _compiled_modules() -> set[str]:
-    """The modules that this process has compiled, by the names of ``ServingModule``."""
+    """The names of modules that this process has compiled, as in ``ServingModule``."""
     from vllm.v1.attention.ops.turbo.cuda.build import compiled_modules
 
     return set(compiled_modules)
 
 
 def _load(module: "ServingModule") -> float:
-    """Build, if need be, and load a module; when that ended."""
+    """Load a module, and build it first if it is not built; return the time of its end.
+
+    The time is in seconds, of ``time.monotonic``.
+    """
     module.load()
     return time.monotonic()
 
 
 class ModuleBuilds:
-    """Modules that are built and loaded side by side, from now on."""
+    """Modules that threads build and load in parallel."""
 
     def __init__(self, modules: Callable[[], list["ServingModule"]]) -> None:
-        """Begin.
+        """Begin the builds.
 
         Args:
-            modules: Imports what builds them, and says which.
+            modules: Imports the builder, and returns the modules.
 
         """
         self._start = time.monotonic()
@@ -67,11 +70,10 @@ class ModuleBuilds:
         try:
             self._modules = modules()
             self._compiled_before = _compiled_modules()
-            # In a forked process PyTorch makes its own threads anew at their first use,
-            # and of threads of ours that use them at the same time all but one would
-            # find none.
+            # A forked process makes PyTorch's threads anew at their first use. If our
+            # threads were the first at the same time, all but one would find none.
             torch.set_num_threads(torch.get_num_threads())
-            # The compiler takes a core for each.
+            # One thread for each module, for which the compiler takes a core.
             pool = ThreadPoolExecutor(len(self._modules))
             self._futures = [pool.submit(_load, module) for module in self._modules]
             pool.shutdown(wait=False)
@@ -80,7 +82,10 @@ class ModuleBuilds:
 
     @cached_property
     def error(self) -> str | None:
-        """Why they cannot be built and loaded; None if they are. Waits for that."""
+        """The reason why modules cannot be built and loaded; None if they are.
+
+        It waits for the builds.
+        """
         if self._refusal is not None:
             return self._refusal
         asked = time.monotonic()

@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Randomised Hadamard rotation of K, V and q.
 
-``rotate(x) = H (s * x) / sqrt(D)`` with H a Hadamard matrix of order D and s a
-fixed vector of signs. The signs matter: without them a constant vector would
-become one spike. Orders that are no power of two are Kronecker products of a
-Paley matrix (12, 20 or 28) and a Sylvester matrix, so they are true Hadamard
-matrices: every entry is +-1 and the rows are orthogonal.
+``rotate(x) = H (s * x) / sqrt(D)`` with H a Hadamard matrix of order D and s a fixed
+vector of signs. The signs matter: without them a constant vector would become one
+spike. For orders that are not a power of two, H is the Kronecker product of a Paley
+matrix (12, 20 or 28) and a Sylvester matrix. So it is a true Hadamard matrix: every
+entry is +-1 and the rows are orthogonal.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ import torch
 from vllm.v1.attention.ops.turbo.format import fp32
 
 _SEED = "turbo-kv-cache-1"
-# Order of the Paley factor of a head size that is no power of two.
+# Orders of the Paley factor of a head size that is not a power of two.
 _PALEY_ORDERS = (12, 20, 28)
-# Where matrices are made, whichever device is the default.
+# The device on which matrices are made, whatever the default device.
 _CPU = torch.device("cpu")
 
 
 def _quadratic_character(prime: int) -> torch.Tensor:
-    """Table of the quadratic character chi over the integers mod ``prime``."""
+    """A table of the quadratic character chi over the integers mod ``prime``."""
     chi = torch.full((prime,), -1, dtype=torch.int64)
     squares = torch.arange(1, prime) ** 2 % prime
     chi[squares] = 1
@@ -34,13 +34,13 @@ def _quadratic_character(prime: int) -> torch.Tensor:
 
 
 def _jacobsthal(prime: int) -> torch.Tensor:
-    """Jacobsthal matrix Q[i, j] = chi(i - j), shape (prime, prime)."""
+    """The Jacobsthal matrix Q[i, j] = chi(i - j), shape (prime, prime)."""
     index = torch.arange(prime)
     return _quadratic_character(prime)[(index[:, None] - index) % prime]
 
 
 def _paley(order: int) -> torch.Tensor:
-    """Hadamard matrix of order 12, 20 (Paley I) or 28 (Paley II)."""
+    """The Hadamard matrix of order 12, 20 (Paley I) or 28 (Paley II)."""
     if order == 28:
         prime = 13
         core = torch.zeros(prime + 1, prime + 1, dtype=torch.int64)
@@ -60,7 +60,7 @@ def _paley(order: int) -> torch.Tensor:
 
 @cache
 def hadamard(order: int) -> torch.Tensor:
-    """Hadamard matrix, int64 of shape (order, order) with entries +-1.
+    """The Hadamard matrix, int64 of shape (order, order) with entries +-1.
 
     Raises:
         ValueError: If no construction here has this order.
@@ -86,7 +86,7 @@ def rotation_signs(head_size: int, kind: str = "attention") -> torch.Tensor:
 
     Args:
         head_size: D.
-        kind: Kind of layer; each has signs of its own.
+        kind: The kind of layer; each kind has its own signs.
 
     """
     label = f"{_SEED}/{kind}/{head_size}".encode()
@@ -106,8 +106,8 @@ def rotation_matrix(
 
     Args:
         head_size: D.
-        device: Where it is kept.
-        dtype: Its dtype; the entries are exact in each.
+        device: The device that keeps the matrix.
+        dtype: The matrix's dtype; the entries are exact in any.
         inverse: Whether to return the transpose of R, which rotates back.
 
     Returns:

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window: where a page holds the newest tokens of one request in 8 bits.
+"""The format of the recent window: a page with a request's newest tokens in 8 bits.
 
-Most of what packed codes lose is lost in the nearest tokens, which get most of the
-weight. A request has a page of its own, for as long as it runs, in which the newest
-tokens lie once more, in 8 bits; decoding attends to these instead of their codes.
-(KIVI, Liu et al., arXiv:2402.02750, keeps such a window in 16 bits. Eight lose less
-than the rows gain that the same bytes have room for: half as many again.)
+Most of the error of packed codes comes from the nearest tokens, which get most of the
+weight. A running request has a separate page with a copy of its newest tokens in 8
+bits, and decoding attends to these instead of their codes. KIVI (Liu et al.,
+arXiv:2402.02750) keeps such a window in 16 bits. Eight bits lose less than the half as
+many more rows gain that fit into the same bytes.
 
-The page is one of the layer's, (block, KV head) contiguous, seen as R rows. The token
-at position p lies in row p % R. A row has
+The page is one of the layer's pages, (block, KV head) contiguous, seen as R rows. The
+token at position p is in row p % R. A row has
 
 - K, less the offset that is taken off stored keys, and V: D int8 each, not rotated,
-- for each 16 coordinates of both a scale: bf16, the largest magnitude / 127,
+- a scale for each 16 coordinates of both: bf16, the largest magnitude / 127,
 - a tag: the token's packed K codes, and p + 1.
 
-A row counts only if its tag equals what is packed at that position, of every head. So
-nothing has to be cleared, whoever had the page before, and whatever else wrote the
-packed token: a prefix hit, a transfer or a rejected draft. Codes of V are not compared:
-who writes a token writes both.
+A row is valid only if its tag equals the packed codes at that position, in every head.
+So nothing has to be cleared, whatever request had the page before and whatever wrote
+the packed token: a prefix hit, a transfer or a rejected draft. Codes of V are not
+compared, because a token's K and V are always written together.
 
-This is scratch of a running request, no part of the stored format: it may change,
-under another ``VERSION``. From one engine to another it goes along with the pages.
+This is scratch of a running request and not a part of the stored format. It may change
+with ``VERSION``. Transfers between engines move it along with the pages.
 """
 
 from dataclasses import dataclass
@@ -29,26 +29,27 @@ from functools import cached_property
 
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
 
-# The version of rows and their places: engines of one version may exchange them.
+# The version of rows and their layout. Engines of the same version may exchange them.
 VERSION = 1
-# Rows of a page at most: kernels tell them apart by the bits of a word.
+# The most rows of a page, which kernels mark in the bits of a word.
 MAX_ROWS = 64
 # The largest magnitude of a code.
 MAX_CODE = 127
-# Where planes begin.
+# Planes begin at multiples of this many bytes.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class WindowFormat:
-    """Where rows lie in a page of one KV head: six planes, one after the other.
+    """The layout of rows in a page of one KV head: six planes, one after the other.
 
     Attributes:
         layout: The packed pages' format.
         block_size: N, tokens of a packed page.
-        sliding_window: Tokens that a query token sees, at most, itself the last; None:
-            all before it. There are no more rows: the query tokens and the rows that
-            count for them are R at most, so that each of them sees all of these.
+        sliding_window: The most tokens that a query token sees, itself included; None
+            for all before it. There are at most as many rows. Query tokens and the rows
+            that are valid for them are at most R together, so each query token sees all
+            of these rows.
 
     """
 
@@ -75,7 +76,7 @@ class WindowFormat:
         return (*vectors, *scales, layout.key_code_bytes, 4)
 
     def _starts(self, num_rows: int) -> list[int]:
-        """Where planes of so many rows begin, and where the last ends."""
+        """The offsets of planes of ``num_rows`` rows, and the end of the last one."""
         starts = [0]
         for width in self.row_widths:
             end = starts[-1] + num_rows * width
@@ -94,7 +95,7 @@ class WindowFormat:
 
     @cached_property
     def plane_offsets(self) -> tuple[int, ...]:
-        """Where the planes begin in a page: K, V, their scales, K codes, position + 1.
+        """Bytes in a page before each plane: K, V, their scales, K codes, position + 1.
 
         All are multiples of 16.
         """

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The bias that some models add to K, which can be too long to be stored well.
 
-Rotation spreads a bias over all coordinates of a key, where it takes codebook levels
-and scales from what differs between keys. It is the same in every key of a head before
-RoPE, so a checkpoint tells how bad this is: see Qwen2.5-7B, whose first and last layers
-have biases of several hundred.
+Rotation spreads a bias over all coordinates of a key. There it takes codebook levels
+and scales away from the differences between keys. Before RoPE it is the same in every
+key of a head, so the checkpoint shows how bad this is. The first and last layers of
+Qwen2.5-7B have biases of several hundred.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,14 +30,14 @@ from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 
 logger = init_logger(__name__)
 
-# Euclidean, of a KV head. Keys whose coordinates have a deviation of 1 then lose ten
-# times what they lose without a bias, as KL divergence of the attention weights.
+# A Euclidean norm of a KV head's bias. It makes the KL divergence of attention weights
+# ten times as large as without a bias, for keys of a standard deviation of 1.
 LONGEST_KEY_BIAS = 40.0
-# Names of a norm of K, or of Q and K, in models. It follows the bias, and bounds K.
+# Names that models give a norm of K, or of Q and K. It follows the bias, and bounds K.
 KEY_NORMS = ("k_norm", "key_norm", "k_layernorm", "key_layernorm", "qk_norm")
 CAPPED_LAYERS = (
     "Turbo KV cache: no offset is taken off K where logits have a soft cap, though the "
-    "model adds a bias to it: scores behind a tanh cannot get back what they lack."
+    "model adds a bias to it: the offset cannot be added back to scores after a tanh."
 )
 UNKNOWN_ROTATION = (
     "Turbo KV cache: no offset is taken off K in layers %s, though the model adds a "
@@ -47,7 +47,7 @@ UNKNOWN_ROTATION = (
 LAGGING_POSITIONS = (
     "Turbo KV cache: images and videos of more than %d tokens in a sequence leave more "
     "than %.0f of the bias of K in layers %s, because they take fewer positions than "
-    "tokens: keys behind them are stored badly. For such sequences keep these layers "
+    "tokens: keys after them are stored badly. For such sequences keep these layers "
     "in the model's dtype: --kv-cache-dtype-skip-layers %s"
 )
 
@@ -83,7 +83,7 @@ def _runner(layer: Attention) -> OffsetRunner:
 def _find_key_projection(
     layer: Attention, parent: nn.Module, is_processed: bool = False
 ) -> tuple[LinearBase, torch.Tensor] | None:
-    """The layer that adds a bias to K, and the bias: see ``find_key_bias``."""
+    """The linear layer that adds a bias to K, and the bias, as in ``find_key_bias``."""
     for name, module in parent.named_children():
         linear = getattr(module, "base_layer", module)  # below a LoRA
         bias = getattr(linear, "bias", None)
@@ -102,11 +102,11 @@ def _find_key_projection(
 
 
 def find_key_bias(layer: Attention, parent: nn.Module) -> torch.Tensor | None:
-    """The bias that a model adds to K, of this rank's KV heads.
+    """The bias that a model adds to K, for this rank's KV heads.
 
-    It is looked for beside the attention layer: the K part of a ``QKVParallelLinear``
-    whatever its name, or a linear layer ``k_proj``. Kernels may permute biases when
-    they repack weights, so this has to be called before.
+    It is searched beside the attention layer: the K part of a ``QKVParallelLinear`` of
+    any name, or a linear layer named ``k_proj``. Kernels may permute biases when they
+    repack weights, so this has to be called before that.
 
     Args:
         layer: An attention layer.
@@ -121,8 +121,10 @@ def find_key_bias(layer: Attention, parent: nn.Module) -> torch.Tensor | None:
 
 
 def is_permuted(linear: LinearBase) -> bool:
-    """Whether Marlin has the bias in its own order: of weights that are quantised while
-    they are loaded, or come out of a cache as they are used, and of all in the end.
+    """Whether the bias is in Marlin's own order.
+
+    It is so after weights have been processed. Weights that are quantised while they
+    are loaded, or that come processed from a cache, are so from the start.
     """
     is_processed = is_weights_pre_processed() or getattr(
         linear, "_already_called_process_weights_after_loading", False
@@ -134,7 +136,7 @@ def is_permuted(linear: LinearBase) -> bool:
 
 
 def in_order_of_heads(bias: torch.Tensor) -> torch.Tensor:
-    """A bias that Marlin has in its own order, (N,), in that of a checkpoint."""
+    """Reorder a bias, (N,), from Marlin's own order to that of a checkpoint."""
     _, order = get_scale_perms()
     if bias.numel() % len(order):
         return bias
@@ -144,17 +146,17 @@ def in_order_of_heads(bias: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class KeyBias:
-    """The bias that a layer adds to K, and how an offset follows from it.
+    """The bias that a layer adds to K, from which an offset follows.
 
     Attributes:
         layer: The attention layer.
         parent: The module that holds it.
-        rotary: How K is rotated, from ``key_offset.mean_rotary``; None if it is not.
-        loaded: (num_kv_heads, head_size) fp32 on the CPU, what the layer's offset is
-            made of, or would be.
-        is_legible: Whether it can be read from the weights as kernels have them; None
-            until these are made.
-        was_reloaded: Whether weights were loaded since somebody has looked.
+        rotary: The rotation of K, from ``key_offset.mean_rotary``; None for none.
+        loaded: (num_kv_heads, head_size) fp32 on the CPU, the bias that the layer's
+            offset is or would be computed from.
+        is_legible: Whether the bias can be read from processed weights; None until
+            weights are processed.
+        was_reloaded: Whether weights were loaded since the bias was last compared.
 
     """
 
@@ -167,19 +169,19 @@ class KeyBias:
 
     @property
     def table(self) -> torch.Tensor | None:
-        """(G, num_kv_heads, head_size) fp32: the offset; None if there is none."""
+        """The offset, (G, num_kv_heads, head_size) fp32; None if there is none."""
         return _runner(self.layer).key_offset
 
     def read(self) -> torch.Tensor | None:
-        """The bias that the layer has now: (num_kv_heads, head_size), on any device."""
+        """The layer's current bias, (num_kv_heads, head_size); None if not found."""
         found = _find_key_projection(self.layer, self.parent, is_processed=True)
         return found and found[1]
 
     def note_loading(self) -> None:
-        """Note that weights were loaded and are as kernels have them.
+        """Note that weights were loaded and processed.
 
-        The first are those that ``loaded`` was read of: what reads otherwise now is in
-        an order that is not known, and is not read again.
+        ``loaded`` was read from the first weights. If their processed bias differs from
+        it, the order of the bias is unknown, and it is not read again.
         """
         if self.is_legible is None:
             bias = self.read()
@@ -190,7 +192,7 @@ class KeyBias:
             self.was_reloaded = True
 
     def set_offset(self, bias: torch.Tensor) -> None:
-        """Have the layer's offset follow from a bias, where kernels have it already.
+        """Compute the layer's offset from a bias, at the address that kernels have.
 
         Args:
             bias: (num_kv_heads, head_size) fp32 on the CPU.
@@ -202,9 +204,9 @@ class KeyBias:
 
 
 def key_bias_norms(model: nn.Module) -> dict[str, float]:
-    """The longest bias of K of a KV head, of any rank, by layer name.
+    """The norm of the longest bias of K of any rank's KV heads, by layer name.
 
-    Layers that have none, normalise K after it or take an offset off are left out.
+    Layers without a bias, with a norm of K after it, or with an offset are left out.
     """
     norms = {}
     for layer, parent in turbo_layers(model):
@@ -223,19 +225,19 @@ def key_bias_norms(model: nn.Module) -> dict[str, float]:
 
 
 def is_normalised(parent: nn.Module) -> bool:
-    """Whether a module normalises K after its bias: no offset is known before then."""
+    """Whether a module normalises K after its bias, so that it has no fixed offset."""
     return any(name in KEY_NORMS for name, _ in parent.named_children())
 
 
 def set_key_offsets(model: nn.Module) -> None:
-    """Have layers that add a bias to K take an offset off it: see ``keys.offset``.
+    """Set the offset of K in layers that add a bias to it: see ``keys.offset``.
 
-    Layers with a soft cap have none, nor do those whose cache they read: what scores
-    lack is added to them, and behind a tanh that would not be what it was before. Nor
-    do layers of which it is not known how RoPE rotates K.
+    Layers with a soft cap have no offset, because it cannot be added back to scores
+    after a tanh. Layers whose cache they read have none either, nor do layers whose
+    rotation of K is unknown.
 
-    The offset is where kernels read it from now on. Of weights that are loaded later
-    it follows between requests: see ``serving.weight_updates``.
+    Kernels read the offset at this address from now on. After later loads of weights
+    it is updated between requests: see ``weight_updates``.
 
     Args:
         model: A model with its checkpoint's weights, not processed yet.
@@ -273,7 +275,7 @@ def set_key_offsets(model: nn.Module) -> None:
             logger.info_once(CAPPED_LAYERS)
             continue
         if runner.context_parallel is not None:
-            # A rank's tokens in a row are of several segments.
+            # A rank's consecutive tokens are of several segments.
             reason = reasons.DCP_OF_KEY_OFFSETS
             raise ValueError(refusals.refusal(layer.kv_cache_dtype, [reason]))
         offset = key_offset.mean_rotated(bias, means[rotary])
@@ -294,18 +296,19 @@ def set_key_offsets(model: nn.Module) -> None:
 
 
 def _number(layer_name: str) -> str:
-    """Of a layer, as ``--kv-cache-dtype-skip-layers`` has it; its name if it has none,
-    which cannot be named there.
+    """The number of a layer for ``--kv-cache-dtype-skip-layers``.
+
+    It is the layer's name if that has no number. The flag does not take such a name.
     """
     return next((part for part in layer_name.split(".") if part.isdigit()), layer_name)
 
 
 def warn_of_long_biases(norms: dict[str, float], model: str) -> None:
-    """Warn of layers whose keys a turbo dtype stores badly, with what to do.
+    """Warn of layers whose keys a turbo dtype stores badly, and name the way out.
 
     Args:
-        norms: The longest bias of K of a KV head, by layer name, of layers that take no
-            offset off.
+        norms: The norm of the longest bias of K of a KV head, by layer name, for layers
+            without an offset.
         model: The model's name.
 
     """
@@ -339,8 +342,9 @@ def warn_of_key_biases(model: nn.Module) -> None:
 
 
 def warn_of_lagging_positions(biases: Iterable[KeyBias]) -> None:
-    """Warn of layers whose positions may be so far behind places in the sequence that
-    the offset of a place leaves too much of a long bias: see ``lag_until``.
+    """Warn of layers whose RoPE positions may lag too far behind sequence positions.
+
+    The offset then leaves too much of a long bias: see ``lag_until``.
     """
     config = get_current_vllm_config_or_none()
     model_config = config and config.model_config
@@ -366,7 +370,7 @@ def warn_of_lagging_positions(biases: Iterable[KeyBias]) -> None:
 
 
 def prepare_key_biases(model: nn.Module) -> None:
-    """Take an offset off K in layers that add a bias to it, and warn of those that
+    """Set the offset of K in layers that add a bias to it, and warn of layers that
     cannot have one.
 
     Args:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The offset that is taken off K before it is stored, of models that add a bias to it.
+"""The offset that is taken off K before it is stored, in models that add a bias to K.
 
-For any vector m, q.k = q.(k - m) + q.m. What is stored is k - m, and the scores of
-cached keys get q.m back, in fp32 and of the query as it is. So m decides on quality
-alone, and may be another for each token. It is the mean of the rotated bias over
-segments of a sequence: a bias lies in coordinates that turn slowly, so that most of it
-is in the mean, and the codes are left to what differs between keys.
+For any vector m, q.k = q.(k - m) + q.m. The cache stores k - m, and q.m is added back
+to the scores of cached keys, in fp32 and with the query as computed. So m affects only
+quality, and may differ between tokens. It is the mean of the rotated bias over segments
+of a sequence. A bias is in coordinates that turn slowly, so the mean has most of it,
+and codes are left for the differences between keys.
 
-m follows from the checkpoint's bias, from RoPE and from ``VERSION``: not from lengths,
-ranks, dtypes or devices. Equal checkpoints make equal bytes.
+m depends on the checkpoint's bias, on RoPE and on ``VERSION``, but not on lengths,
+ranks, dtypes or devices. Equal checkpoints give equal bytes.
 """
 
 import copy
@@ -28,12 +28,12 @@ from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope impo
 )
 from vllm.v1.attention.ops.turbo import interface
 
-# The version of the rule below: another changes the bytes of models with a bias.
+# The version of the rule below: a new rule changes the bytes of models with a bias.
 VERSION = 2
 # The buffer of an attention layer. Sleeping engines keep buffers, and no other tensor.
 BUFFER = "turbo_key_offset"
-# What configurations call it that attention's projections have a bias; Qwen2's models
-# always do.
+# Flags by which configurations say that projections of attention have a bias. Qwen2's
+# models always have one.
 _BIAS_FLAGS = (
     "attention_bias",
     "qkv_bias",
@@ -44,19 +44,19 @@ _BIAS_FLAGS = (
     "bias",
 )
 _BIASED_MODELS = ("qwen2",)
-# Of Transformers: the function that rotates, and the types of RoPE whose frequencies do
-# not follow from a batch.
+# In Transformers, the function that rotates, and the types of RoPE whose frequencies do
+# not depend on the batch.
 ROTATE = "apply_rotary_pos_emb"
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def may_add_key_bias(config: object) -> bool:
-    """Whether a model's configuration lets one expect a bias of K.
+    """Whether a model's configuration suggests a bias of K.
 
-    Only its weights tell for sure.
+    Only its weights show it for certain.
 
     Args:
-        config: The text model's, of HuggingFace.
+        config: The text model's Hugging Face configuration.
 
     """
     model_type = getattr(config, "model_type", None) or ""
@@ -65,20 +65,20 @@ def may_add_key_bias(config: object) -> bool:
 
 
 class UnknownRotation(Exception):
-    """How RoPE rotates K of a layer is not known: no offset can be made for it."""
+    """RoPE rotates K of a layer in an unknown way, so the layer can have no offset."""
 
 
 class TransformersRotary:
-    """How segments are rotated on average where Transformers' modeling code has RoPE.
+    """The average rotation of segments by RoPE in Transformers' modeling code.
 
     Its model computes cosines and sines once, and a function beside it rotates K of all
-    layers. Such a rotation is linear in them, too.
+    layers. Such a rotation is also linear in cosines and sines.
 
     Args:
-        rotary: The model's module.
+        rotary: The module of the model that has RoPE.
 
     Raises:
-        UnknownRotation: If the module or the function is not like most.
+        UnknownRotation: If the module or the function has an unusual interface.
 
     """
 
@@ -101,7 +101,7 @@ class TransformersRotary:
         self.cos, self.sin = (torch.stack(parts) for parts in zip(*means))
 
     def rotated(self, bias: torch.Tensor) -> torch.Tensor:
-        """See ``mean_rotated``."""
+        """``mean_rotated`` of a bias: (H, D) to (G, H, D), fp32."""
         keys = bias[None, :, None].repeat(1, 1, len(self.cos), 1)
         _, rotated = self.rotate(keys, keys, self.cos[None], self.sin[None])
         return rotated[0].transpose(0, 1).contiguous()
@@ -119,13 +119,13 @@ def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
     """The module that rotates K of an attention layer; None if none does.
 
     Args:
-        parent: The module that holds the layer. vLLM's models have RoPE beside it, but
-            in layers without.
-        model: The whole model. One of Transformers' has RoPE there, for all layers.
+        parent: The module that holds the layer. In vLLM's models RoPE is beside the
+            layer, except in layers without RoPE.
+        model: The whole model. In Transformers' models RoPE is there, for all layers.
 
     Raises:
-        UnknownRotation: If there is RoPE in the model, but none that is known to rotate
-            this layer's keys, or not to. Its class is the message.
+        UnknownRotation: If the model has RoPE, but it is unknown whether it rotates
+            this layer's keys. The message is the class of RoPE.
 
     """
     modules = list(model.modules())
@@ -137,24 +137,24 @@ def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
         return None
     modeling = type(parent).__module__
     own = [x for x in rotaries if type(x).__module__ == modeling]
-    # A module with the function that rotates is a model's of Transformers.
+    # A Python module with the function that rotates belongs to Transformers.
     if len(own) == 1 and hasattr(sys.modules.get(modeling), ROTATE):
         return own[0]
     raise UnknownRotation(type((own or rotaries)[0]).__name__)
 
 
 def mean_rotary(rotary: nn.Module) -> Rotary:
-    """A copy on the CPU whose position g rotates as segment g does on average.
+    """A copy on the CPU whose position g rotates like the average of segment g.
 
-    Its cosines and sines are means over the segment's positions; a rotation is linear
-    in them. They are made anew, in fp32: the layer's own are rounded to the model's
-    dtype, and calling it with another would change them.
+    Its cosines and sines are means over the segment's positions, because a rotation is
+    linear in them. They are computed again in fp32: the layer's own are rounded to the
+    model's dtype, and a call with another dtype would change them.
 
     Args:
-        rotary: From ``find_rotary``.
+        rotary: A module from ``find_rotary``.
 
     Raises:
-        UnknownRotation: If it is of Transformers, and not like most.
+        UnknownRotation: If a module of Transformers has an unusual interface.
 
     """
     means: Any
@@ -167,14 +167,14 @@ def mean_rotary(rotary: nn.Module) -> Rotary:
         with torch.device("cpu"):
             try:
                 table = means._compute_cos_sin_cache()
-            except TypeError:  # of a class that has several
+            except TypeError:  # a class with several caches
                 table = means.cos_sin_cache
     else:
         try:
             return TransformersRotary(rotary)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
             raise UnknownRotation(type(rotary).__name__) from e
-    # One by one: a table of a million positions has half a gigabyte in fp32.
+    # Segment by segment, because a table of a million positions has 0.5 GB in fp32.
     segments = table.split(interface.OFFSET_SEGMENT)
     means.cos_sin_cache = torch.stack([x.double().mean(0) for x in segments]).float()
     if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
@@ -183,7 +183,7 @@ def mean_rotary(rotary: nn.Module) -> Rotary:
 
 
 def _table_in_use(rotary: Phi3LongRoPEScaledRotaryEmbedding) -> torch.Tensor:
-    """Cosines and sines of the factors that an engine uses, of short or long ones."""
+    """The cosines and sines of the factors, short or long, that the engine uses."""
     if rotary.use_long_rope:
         return rotary._compute_cos_sin_cache(
             rotary.max_position_embeddings, rotary.long_factor, rotary.long_mscale
@@ -201,10 +201,10 @@ def mean_rotated(bias: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 
     Args:
         bias: (H, D), of any dtype, on any device.
-        rotary: How K is rotated, from ``mean_rotary``; None if it is not.
+        rotary: The rotation of K, from ``mean_rotary``; None for none.
 
     Returns:
-        (G, H, D) fp32 on the CPU: of as many segments as RoPE has positions for.
+        (G, H, D) fp32 on the CPU, for as many segments as RoPE has positions.
 
     """
     bias = bias.detach().to("cpu", torch.float32)
@@ -222,18 +222,20 @@ def mean_rotated(bias: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 
 
 def lag_until(table: torch.Tensor, longest: float) -> int | None:
-    """How far positions may be behind places in a sequence, as M-RoPE's are behind
-    images, before the segment of a place leaves more than so much of a bias.
+    """The most tokens that RoPE positions may lag behind sequence positions.
+
+    M-RoPE's positions lag after images. With a longer lag, the offset of a segment
+    leaves more of a bias than ``longest``.
 
     Args:
         table: (G, H, D), from ``mean_rotated``.
-        longest: A Euclidean norm of what is left, of a head.
+        longest: The largest Euclidean norm that may be left of a head's bias.
 
     Returns:
-        Tokens, in whole segments; None if it never does.
+        Tokens, a multiple of a segment; None for any lag.
 
     """
-    # Two means are at most twice the longest of them apart.
+    # Two means differ by at most twice the longest of them.
     if 2 * table.norm(dim=-1).max() <= longest:
         return None
     for lag in range(1, len(table)):
@@ -243,12 +245,13 @@ def lag_until(table: torch.Tensor, longest: float) -> int | None:
 
 
 def digest(offsets: Iterable[torch.Tensor | None]) -> str:
-    """Eight hexadecimal digits that tell tables apart: pages can be shared by engines
-    that say the same.
+    """Eight hexadecimal digits that identify offsets.
+
+    Engines with the same digits can share pages.
 
     Args:
-        offsets: (G, H, D) fp32 of this rank's layers, in their order; None where keys
-            are stored as they are.
+        offsets: (G, H, D) fp32 for each of this rank's layers, in order; None for a
+            layer without an offset.
 
     """
     found = hashlib.sha256(f"K offset {VERSION}".encode())

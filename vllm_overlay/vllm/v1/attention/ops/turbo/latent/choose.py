@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels serve MLA: as ``turbo.choose``, for packed latents."""
+"""The choice of kernels for MLA's packed latents, like ``kernel_choice``."""
 
 from functools import cache
 
@@ -17,15 +17,16 @@ from vllm.v1.attention.ops.turbo.latent.interface import LatentKernels
 
 
 def triton_latent_kernels(reason: str = "") -> LatentKernels:
-    """Triton's, for any GPU."""
+    """Triton's kernels, for any GPU."""
     from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
     return TritonLatentKernels(reason)
 
 
 def cuda_latent_kernels(layout: LatentFormat, reason: str = "") -> LatentKernels:
-    """CUDA's, for GPUs without a ``cuda_unsupported_reason``; Triton's decode a layout
-    that CUDA's do not.
+    """CUDA's kernels, for GPUs without a ``cuda_unsupported_reason``.
+
+    Triton's kernel decodes the layouts that CUDA's does not.
     """
     from vllm.v1.attention.ops.turbo.cuda import latent_decode
     from vllm.v1.attention.ops.turbo.cuda.latent_kernels import CudaLatentKernels
@@ -40,7 +41,7 @@ def cuda_latent_kernels(layout: LatentFormat, reason: str = "") -> LatentKernels
 
 
 def cuda_unsupported_reason() -> str | None:
-    """Why there are no CUDA kernels for this device, if so."""
+    """The reason why this device has no CUDA kernels; None if it has them."""
     capability = None
     if current_platform.is_cuda():
         capability = current_platform.get_device_capability()
@@ -55,12 +56,12 @@ def cuda_unsupported_reason() -> str | None:
 def cuda_builds(
     layout: LatentFormat, num_heads: int, max_query_len: int
 ) -> ModuleBuilds:
-    """Begin to build and load the CUDA kernels of layers alike, side by side.
+    """Begin to build and load the CUDA kernels of a shape's layers, in parallel.
 
     Args:
         layout: The cache's format.
         num_heads: Query heads.
-        max_query_len: Query tokens of a request that attends to packed pages, at most.
+        max_query_len: The most query tokens of a request that attends to packed pages.
 
     """
 
@@ -76,14 +77,14 @@ def cuda_builds(
 def cuda_build_error(
     layout: LatentFormat, num_heads: int, max_query_len: int
 ) -> str | None:
-    """Build and load the CUDA kernels; why that failed, if it did."""
+    """Build and load the CUDA kernels; the reason if that failed, else None."""
     return cuda_builds(layout, num_heads, max_query_len).error
 
 
 def start_latent_builds(
     choice: str, layout: LatentFormat, num_heads: int, max_query_len: int
 ) -> None:
-    """Begin to build what ``share_latent_kernels`` waits for, of the same arguments."""
+    """Begin to build the kernels that ``share_latent_kernels`` will wait for."""
     start_to_build(
         choice,
         cuda_unsupported_reason,
@@ -95,16 +96,16 @@ def start_latent_builds(
 def share_latent_kernels(
     choice: str, layout: LatentFormat, num_heads: int, max_query_len: int
 ) -> ChosenKernels[LatentKernels]:
-    """The kernels of layers alike, built: to be called before the first request.
+    """Choose and build the kernels of a shape's layers, before the first request.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
         layout: The cache's format.
         num_heads: Query heads.
-        max_query_len: Query tokens of a request that attends to packed pages, at most.
+        max_query_len: The most query tokens of a request that attends to packed pages.
 
     Raises:
-        ValueError: If CUDA's are asked for and cannot be had.
+        ValueError: If the user asks for CUDA's kernels and cannot have them.
 
     """
     kernels = choose_between(

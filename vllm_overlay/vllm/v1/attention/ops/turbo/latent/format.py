@@ -2,17 +2,18 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stored format of the turbo KV cache dtypes with multi-head latent attention.
 
-MLA caches one vector a token, which is K and, without its rotary part, V: the
-compressed latent, and the rotary key that all heads share. The latent is stored as
-``turbo.format`` has vectors, rotated, with scales of groups of 16 and codes of four or
-three bits, but by one codebook for both roles: the levels of values, which a kernel
-decodes once to 16 bits for both products, chosen by the unbiased encoder of keys. The
-gain that goes with that is part of the decoded coordinate, for it cannot go into the
-softmax scale alone. The rotary part is int8 and not rotated: rotary embeddings come
-after the projection that a rotation would be folded into.
+MLA caches one vector for each token: the compressed latent, and the rotary key that all
+heads share. The vector is K, and without its rotary part it is V. The latent is stored
+like the vectors of ``format``: rotated, with scales of groups of 16 and codes of four
+or three bits. One codebook serves both roles. It has the levels of values, so that a
+kernel decodes once to 16 bits for both products, and the unbiased encoder of keys
+chooses among them. The gain that belongs to this encoder is part of the decoded
+coordinate, because it cannot be part of the softmax scale alone. The rotary part is
+int8 and not rotated, because rotary embeddings come after the projection that would
+include a rotation.
 
-The constants that the two share are in ``format``; those of latents alone are here. The
-module imports nothing but the standard library. The format is as frozen as that one.
+``format`` has the constants that both formats share, and this module those of latents
+alone. It imports nothing but the standard library. The format is equally frozen.
 """
 
 from dataclasses import dataclass, replace
@@ -27,9 +28,9 @@ from vllm.v1.attention.ops.turbo.format import (
     scale_words,
 )
 
-# cache dtype -> bits of a code of the latent
+# Bits of a code of the latent, by cache dtype.
 LATENT_PRESETS: dict[str, int] = {"turbo4": 4, "turbo3": 3}
-# (latent rank, rotary coordinates) by the head size that vLLM has of both together.
+# (latent rank, rotary coordinates) by vLLM's head size, which is their sum.
 LATENT_SIZES = {
     576: (512, 64),
     512: (512, 0),
@@ -41,7 +42,7 @@ WORD_CODES = 8
 # The largest magnitude of a rotary coordinate's code.
 ROPE_CODE_MAX = 127
 
-# Factors of coordinates with which ``E[decode(x) * x] = E[x * x]`` on Gaussian
+# The factors of coordinates with which ``E[decode(x) * x] = E[x * x]`` on Gaussian
 # vectors. Tests measure them again.
 LATENT_GAINS = {4: 1.0053, 3: 1.0185}
 LATENT_CODEBOOKS = {
@@ -52,12 +53,12 @@ LATENT_CODEBOOKS = {
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """Layout of one turbo cache dtype at one size of latent and of rotary part.
+    """The layout of one turbo cache dtype at one size of latent and of rotary part.
 
-    The tokens' bytes of a block are one contiguous region: a sequence of tiles of 16
-    tokens, each of ``tile_bytes`` bytes. With L the rank, R the rotary coordinates and
-    n the token's index in its tile, a tile is these planes, one after the other, each
-    with a token's bytes in a row:
+    The bytes of a block are one contiguous region: a sequence of tiles of 16 tokens,
+    with ``tile_bytes`` bytes each. With L the rank, R the rotary coordinates and n the
+    token's index in its tile, a tile is these planes, one after the other. A token's
+    bytes in a plane are contiguous:
 
     ==================  =====================  ==========================
     plane               bytes                  address within the plane
@@ -73,21 +74,22 @@ class LatentFormat:
     the levels and the gain of ``codebook``.
 
     * 4 bits: the 32-bit word at ``n * L / 2 + 4 * w`` has coordinates 8 * w to
-      8 * w + 7: that of 8 * w + 2 * k + h is bits ``4 * (k + 4 * h)`` to
-      ``4 * (k + 4 * h) + 3``: the index of its level.
+      8 * w + 7. The index of the level of coordinate 8 * w + 2 * k + h is bits
+      ``4 * (k + 4 * h)`` to ``4 * (k + 4 * h) + 3``.
     * 3 bits: the trellis of ``format.TurboFormat``, from state zero in each group, in
-      the order of coordinates. There are two planes, one after the other. Of
-      branches, L / 4 bytes a token: group g has the 32-bit word at
-      ``n * L / 4 + 4 * g``, that of coordinate 16 * g + e in bits ``2 * e`` and
-      ``2 * e + 1``. Of path bits, L / 8: group g has the 16-bit word at
-      ``n * L / 8 + 2 * g``, that of 16 * g + e in bit ``e``.
+      the order of coordinates. There are two planes, one after the other. Branches take
+      L / 4 bytes of a token: group g has the 32-bit word at ``n * L / 4 + 4 * g``, and
+      coordinate 16 * g + e its bits ``2 * e`` and ``2 * e + 1``. Path bits take L / 8
+      bytes: group g has the 16-bit word at ``n * L / 8 + 2 * g``, and coordinate
+      16 * g + e its bit ``e``.
 
     Words are little-endian. A rotary coordinate is its int8, -127 to 127, times the
-    scale of its group of 16, coordinates 16 * s to 16 * s + 15: an E5M3 code, the
-    smallest of which 127 times the scale holds the group's largest magnitude.
+    scale of its group of 16, coordinates 16 * s to 16 * s + 15. The scale is the
+    smallest E5M3 number that holds the group's largest magnitude when multiplied by
+    127.
 
     Every byte belongs to one token, so tokens of a page are written independently.
-    Bytes a token, of 2 * (L + R) in bf16:
+    Bytes of a token, which are 2 * (L + R) in bf16:
 
     ======  ====  ======  ======
     latent  rope  turbo4  turbo3
@@ -100,7 +102,7 @@ class LatentFormat:
 
     Attributes:
         name: The ``--kv-cache-dtype`` value.
-        bits: Bits a code of the latent.
+        bits: Bits of a code of the latent.
         rank: L, coordinates of the latent (``kv_lora_rank``).
         rope: R, rotary coordinates (``qk_rope_head_dim``).
 
@@ -120,7 +122,7 @@ class LatentFormat:
             head_size: L + R.
 
         Raises:
-            ValueError: If the dtype is none of MLA, or there is no such layout.
+            ValueError: If the dtype does not support MLA, or has no such layout.
 
         """
         if cache_dtype not in LATENT_PRESETS:
@@ -144,7 +146,7 @@ class LatentFormat:
 
     @property
     def codebook(self) -> Codebook:
-        """Levels, gain and encoder of the latent."""
+        """The codebook of the latent: its levels, gain and encoder."""
         return LATENT_CODEBOOKS[self.bits]
 
     @property
@@ -159,7 +161,7 @@ class LatentFormat:
 
     @property
     def scale_words(self) -> ScaleWords:
-        """How the scales of the latent are stored."""
+        """The storage of the latent's scales."""
         return scale_words(self.rank)
 
     @property
@@ -179,7 +181,7 @@ class LatentFormat:
 
     @property
     def slot_size(self) -> int:
-        """Bytes a token: C of the page shape [B, N, C]."""
+        """Bytes of a token: C of the page shape [B, N, C]."""
         return self.code_bytes + self.rope + self.scale_bytes + self.rope_scale_bytes
 
     @property

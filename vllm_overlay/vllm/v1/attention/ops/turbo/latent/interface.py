@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The types and entry points of the sets of kernels for MLA, CUDA's and Triton's.
 
-As ``turbo.interface``, for one latent and one rotary key a token in place of K and V.
-Shapes: L the rank of the latent, R the rotary coordinates, C bytes a slot
+It is like ``interface``, but a token has one latent and one rotary key in place of K
+and V. Shapes: L the rank of the latent, R the rotary coordinates, C the bytes of a slot
 (``LatentFormat``).
 """
 
@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
-# Splits of a sequence, at most.
+# The most splits of a sequence.
 LATENT_MAX_SPLITS = 256
 
 
@@ -40,7 +40,7 @@ class LatentStoreFn(Protocol):
             slot_mapping: (T,) int64, block * N + position, or -1 to store nothing.
             kv_c: (>= T, L) bf16 or fp16, the normalised latents, not rotated; last axis
                 contiguous.
-            k_pe: (>= T, R) of the same dtype, rotary embedding applied, last axis
+            k_pe: (>= T, R) of the same dtype, with rotary embedding applied; last axis
                 contiguous; None if R is 0.
             layout: The cache's format.
 
@@ -48,7 +48,7 @@ class LatentStoreFn(Protocol):
 
 
 class LatentAttentionFn(Protocol):
-    """Attends from each sequence's last tokens to its cached tokens, causally."""
+    """Attends from each sequence's newest tokens to its cached tokens, causally."""
 
     def __call__(
         self,
@@ -62,12 +62,12 @@ class LatentAttentionFn(Protocol):
         lse: torch.Tensor,
         scale: float,
     ) -> None:
-        """Attend by splits of the sequences, and merge these.
+        """Attend to each split of the sequences, and merge the results.
 
-        Of a sequence with Q query tokens, token j sees its first seq_len - Q + j + 1
-        tokens: they are in the cache, the query tokens themselves, too. Where it sees
-        none, the output is zero and the LSE -inf. Pages past ``seq_lens`` are not read
-        for what they hold.
+        In a sequence with Q query tokens, token j sees the first seq_len - Q + j + 1
+        tokens. All of them are in the cache, the query tokens included. If it sees
+        none, the output is zero and the LSE -inf. Pages past ``seq_lens`` have no
+        effect on the result.
 
         Args:
             query: (T, Hq, L) bf16 or fp16, in the coordinates of the rotated latent;
@@ -77,8 +77,9 @@ class LatentAttentionFn(Protocol):
             kv_cache: (num_blocks, N, C) uint8; see ``check_latent_pages``.
             layout: The cache's format.
             batch: The call's sequences.
-            partials: Scratch, of vectors of L; its size says how many splits a sequence
-                may have. With one, a result does not depend on the rest of the batch.
+            partials: Scratch, with vectors of L; its size bounds the splits of a
+                sequence. With one split a result does not depend on the rest of the
+                batch.
             output: (T, Hq, L) bf16, fp16 or fp32, written, in the coordinates of the
                 rotated latent; last axis contiguous.
             lse: (T, Hq) fp32, written: natural log-sum-exp of the scores; last axis
@@ -89,18 +90,18 @@ class LatentAttentionFn(Protocol):
 
 
 class LatentSplitsFn(Protocol):
-    """How many splits of a sequence attention is to have room for."""
+    """The number of a sequence's splits that attention needs room for."""
 
     def __call__(
         self, num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
     ) -> int:
-        """Partial results a query token, by what a CUDA graph has, too.
+        """Partial results a query token, from sizes that are fixed in a CUDA graph.
 
         Args:
             num_seqs: Sequences of the (padded) batch.
             num_heads: Query heads.
             num_sms: Multiprocessors of the GPU.
-            query_len: Query tokens a sequence, at most.
+            query_len: The most query tokens of a sequence.
 
         """
 
@@ -121,26 +122,26 @@ class LatentGatherFn(Protocol):
     ) -> None:
         """Write the tokens' latents, rotated back, and rotary keys.
 
-        The arguments are those of ``gather_and_maybe_dequant_cache``: row t is of
-        sequence s = token_to_seq[t], position t - cu_seq_lens[s] + seq_starts[s].
+        The arguments are those of ``gather_and_maybe_dequant_cache``: row t belongs to
+        sequence s = token_to_seq[t], at position t - cu_seq_lens[s] + seq_starts[s].
 
         Args:
             kv_cache: (num_blocks, N, C) uint8; see ``check_latent_pages``.
-            output: (>= num_tokens, L + R) bf16, fp16 or fp32, last axis contiguous; of
-                these num_tokens rows are written.
+            output: (>= num_tokens, L + R) bf16, fp16 or fp32, last axis contiguous;
+                ``num_tokens`` rows are written.
             block_table: (B, max_blocks) int32, last axis contiguous.
             layout: The cache's format.
             cu_seq_lens: (>= B + 1,) int32, where the sequences' rows begin.
-            token_to_seq: (>= num_tokens,) int32.
-            num_tokens: Rows, of all sequences together.
-            seq_starts: (>= B,) int32, positions of the sequences' first rows; None for
-                zeros. Any, not just multiples of N.
+            token_to_seq: (>= num_tokens,) int32, the sequence of each row.
+            num_tokens: Rows of all sequences together.
+            seq_starts: (>= B,) int32, positions of the sequences' first rows, not only
+                multiples of N; None for zeros.
 
         """
 
 
 class LatentKernels(Protocol):
-    """The entry points of one set of kernels: the same in each."""
+    """The entry points of one set of kernels."""
 
     @property
     def name(self) -> str:
@@ -148,7 +149,7 @@ class LatentKernels(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why they serve: a part of a sentence, for users."""
+        """Why these kernels serve: a part of a sentence, for users."""
 
     @property
     def store(self) -> LatentStoreFn:
@@ -156,34 +157,34 @@ class LatentKernels(Protocol):
 
     @property
     def decode_attention(self) -> LatentAttentionFn:
-        """Attends from the last tokens of sequences, absorbed."""
+        """Attends from the newest tokens of sequences, with absorbed weights."""
 
     @property
     def num_decode_splits(self) -> LatentSplitsFn:
-        """Splits that ``decode_attention`` wants."""
+        """Splits that ``decode_attention`` asks for."""
 
     @property
     def gather(self) -> LatentGatherFn:
-        """Dequantises contexts, for prefill."""
+        """Dequantises contexts, for prefills."""
 
     def store_sizes(self, layout: LatentFormat) -> list[int]:
-        """Numbers of tokens, ascending, of which each makes ``store`` launch another
-        kernel.
+        """Numbers of tokens, ascending, that each launch a different kernel of
+        ``store``.
         """
 
     def make_matrices(self, rank: int, device: torch.device) -> None:
-        """Make what the kernels keep on a device for good."""
+        """Make the tensors that the kernels keep on a device for good."""
 
 
 def check_latent_pages(kv_cache: torch.Tensor, layout: LatentFormat) -> None:
-    """Check what kernels take for granted of a layer's cache.
+    """Check the kernels' preconditions on a layer's cache.
 
     Args:
         kv_cache: (num_blocks, N, C) uint8.
         layout: The cache's format.
 
     Raises:
-        ValueError: As ``interface.check_pages``.
+        ValueError: As in ``interface.check_pages``.
 
     """
     check_pages(kv_cache.unsqueeze(1), layout)
@@ -198,19 +199,19 @@ def check_latent_query(
     output: torch.Tensor,
     lse: torch.Tensor,
 ) -> int:
-    """Check what kernels take for granted of a call of ``decode_attention``.
+    """Assert the preconditions of a call of ``LatentAttentionFn``.
 
     Args:
-        query: The call's, as all that follows.
-        query_rope: Not read if R is 0.
+        query: (T, Hq, L) bf16 or fp16.
+        query_rope: (T, Hq, R) of the same dtype; not read if R is 0.
         layout: The cache's format.
         batch: The call's sequences.
         partials: Scratch.
-        output: (T, Hq, L).
+        output: (T, Hq, L) bf16, fp16 or fp32.
         lse: (T, Hq) fp32.
 
     Returns:
-        Splits that the partial results have room for.
+        The splits of a sequence that the partial results have room for.
 
     """
     num_tokens, num_heads, rank = query.shape

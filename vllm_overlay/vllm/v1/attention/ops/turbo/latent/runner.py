@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""An MLA layer's kernels at work: which serve, what a step is cut into, and scratch."""
+"""An MLA layer at work: its kernels, the calls of a step, and scratch."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -32,35 +32,37 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_bytes
 
-# Query tokens up to which a request attends to packed pages, absorbed. Of more, it pays
-# to project the whole context up once: that takes 2 * L * (nope + V) flop a token and
-# head of context, where absorbed attention takes 4 * L + 2 * R a query token and not
-# 2 * (nope + R + V). They are even at 170 query tokens with DeepSeek's sizes, and at
-# 400 with GLM's. Up to as many as vLLM's FLASHMLA has it pays at every shape of
-# `ci/gpu.py mla` on an H200 in November 2026: 16 requests behind 4096 tokens decide,
-# with DeepSeek's 16 heads 1040 us against 1144, with GLM's 20 1549 against 2161.
+# The most query tokens with which a request attends to packed pages with absorbed
+# weights. With more, it is faster to project the whole context up once. This takes
+# 2 * L * (nope + V) flop for each token and head of the context. Absorbed attention
+# takes 4 * L + 2 * R flop for each of these and each query token, in place of
+# 2 * (nope + R + V). Both take the same at 170 query tokens with DeepSeek's sizes, and
+# at 400 with GLM's. The limit is that of vLLM's FLASHMLA.
+# Tuning: us absorbed / projected up for 128 query tokens, 16 requests behind 4096
+# tokens, which decide, an H200, 2026-11, `ci/gpu.py mla`.
+# DeepSeek's 16 heads: 1040 / 1144. GLM's 20 heads: 1549 / 2161.
 MAX_ABSORBED_LEN = 128
 
 
 def decode_query_len(vllm_config: VllmConfig) -> int:
-    """Query tokens of a decode request, at most, drafters' too."""
+    """The most query tokens of a decode request, also in drafters."""
     return max_decode_query_len(vllm_config) + num_draft_slots(vllm_config)
 
 
 def absorbed_query_len(vllm_config: VllmConfig) -> int:
-    """Query tokens of a request that attends to packed pages, at most."""
+    """The most query tokens of a request that attends to packed pages."""
     return max(MAX_ABSORBED_LEN, decode_query_len(vllm_config))
 
 
 def find_spans(query_lens: Sequence[int], decode_len: int) -> list[tuple[int, int]]:
     """Cut requests that attend to packed pages into spans of similar lengths.
 
-    A call has scratch for as many query tokens of each request as the longest has, so
-    one extend among many decodes would take a lot.
+    A call has scratch for the longest request's query tokens in each request, so one
+    extend among many decodes would take much scratch.
 
     Args:
         query_lens: Query tokens of each request, zero for padding.
-        decode_len: Query tokens of a decode, at most.
+        decode_len: The most query tokens of a decode.
 
     Returns:
         First and last (exclusive) request of each span.
@@ -89,13 +91,13 @@ def plan_spans(
     query_start_loc: torch.Tensor,
     decode_len: int,
 ) -> list[RequestSpan]:
-    """The calls that a step's requests with packed pages are cut into.
+    """Cut a step's requests that attend to packed pages into spans, a call for each.
 
     Args:
         query_lens: Query tokens of each request, on the host.
-        num_tokens: Tokens of all of them, and of padding.
+        num_tokens: Query tokens of all requests and of padding.
         query_start_loc: (R + 1,) int32 on the device, where their tokens begin.
-        decode_len: Query tokens of a decode, at most.
+        decode_len: The most query tokens of a decode.
 
     """
     spans = []
@@ -104,8 +106,7 @@ def plan_spans(
         own = query_lens[first:last]
         query_len, count = max(1, *own), sum(own)
         if last == len(query_lens):
-            # A padded batch has requests without tokens at its end, and the tokens
-            # that these would have.
+            # A padded batch ends in requests without tokens, but counts their tokens.
             count = num_tokens - begin
         start_loc = None
         if count != query_len * (last - first):
@@ -120,19 +121,20 @@ def plan_spans(
 
 
 class LatentRunner:
-    """Stores and attends for one MLA layer by the kernels that were chosen for it.
+    """Stores and attends for one MLA layer, with the kernels that were chosen for it.
 
     Attributes:
         shape: Query heads, one KV head, the latent's size and the model's dtype.
         scale: Softmax scale.
         layout: The cache's format.
-        stored: Whether prefilled tokens, too, see themselves as they are stored.
+        stored: Whether prefilled tokens also see each other as they are stored.
         kernel_choice: ``attention_config.turbo_kernel``.
-        decode_len: Query tokens of a decode request, at most.
-        max_query_len: Query tokens of a request that attends to packed pages, at most.
-        max_num_seqs: Requests of a step.
-        max_num_tokens: Query tokens of a step.
-        cache_config: vLLM's; its block size may be set after the layers are made.
+        decode_len: The most query tokens of a decode request.
+        max_query_len: The most query tokens of a request that attends to packed pages.
+        max_num_seqs: The most requests of a step.
+        max_num_tokens: The most query tokens of a step.
+        cache_config: vLLM's ``CacheConfig``, whose block size may be set after the
+            layers are made.
         num_sms: Multiprocessors of the GPU.
 
     """
@@ -171,7 +173,7 @@ class LatentRunner:
 
     @cached_property
     def chosen_kernels(self) -> ChosenKernels[LatentKernels]:
-        """The kernels, shared with layers alike. They may be built here."""
+        """The kernels, shared by layers of a shape. This may build them."""
         return share_latent_kernels(
             self.kernel_choice, self.layout, self.shape.num_heads, self.max_query_len
         )
@@ -185,12 +187,12 @@ class LatentRunner:
 
     @kernels.setter
     def kernels(self, kernels: LatentKernels) -> None:
-        """Have these serve this layer alone."""
+        """Use these kernels for this layer alone."""
         self.chosen_kernels = ChosenKernels(kernels)
 
     @property
     def kernels_used(self) -> str:
-        """The kernels that store and decode, and why these, for users."""
+        """The kernels that store and decode, and the reason, for users."""
         if current_platform.is_cpu():
             return "PyTorch's operators, because this is a CPU"
         return f"{self.kernels.name} kernels, because {self.kernels.reason}"
@@ -198,7 +200,7 @@ class LatentRunner:
     def num_splits(
         self, num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
     ) -> int:
-        """A ``SplitsFn``: splits of a sequence that attention wants."""
+        """A ``SplitsFn``: splits of a sequence that attention asks for."""
         heads = self.shape.num_heads
         return self.kernels.num_decode_splits(num_seqs, heads, num_sms, query_len)
 
@@ -230,7 +232,7 @@ class LatentRunner:
         output: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Attend from all tokens of a plan: see ``LatentAttentionFn``."""
+        """Attend from all tokens of a plan; arguments as in ``LatentAttentionFn``."""
         scratch = take_scratch(self.partials_specs(plan.num_partials), query.device)
         for call in plan.calls:
             own, count = call.tokens, call.num_partials
@@ -255,13 +257,13 @@ class LatentRunner:
         ]
 
     def rows_specs(self, num_tokens: int) -> TensorSpecs:
-        """Shapes and dtypes of a prefill's own tokens as they are stored."""
+        """Shapes and dtypes of a prefill's dequantised own tokens."""
         size = self.layout.rank + self.layout.rope
         return [((num_tokens, size), self.shape.dtype)]
 
     @property
     def max_partials(self) -> int:
-        """Partial results of a call, at most: see ``planning.decode.cut_evenly``."""
+        """The most partial results of a call: see ``planning.decode.cut_evenly``."""
         num_tokens = self.max_num_seqs * self.decode_len
         num_tokens = max(num_tokens, self.max_query_len, MAX_CALL_TOKENS)
         most = max(self.shape.max_partials, self.max_query_len)
@@ -269,24 +271,24 @@ class LatentRunner:
 
     @property
     def max_absorbed_tokens(self) -> int:
-        """Query tokens of a step that attend to packed pages, at most."""
+        """The most query tokens of a step that attend to packed pages."""
         return min(self.max_num_tokens, self.max_num_seqs * self.max_query_len)
 
     def _largest_scratch(self) -> list[TensorSpecs]:
-        """The most that each request to the workspace asks for, in any step."""
+        """The largest tensors of each request to the workspace, over all steps."""
         own = self.rows_specs(self.max_num_tokens if self.stored else 0)
         return [self.partials_specs(self.max_partials), own]
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory that the profile run reserves."""
+        """Bytes of scratch memory that the profile run reserves."""
         if current_platform.is_cpu():
             return 0
         return max(map(num_bytes, self._largest_scratch()))
 
     def reserve(self, device: torch.device) -> None:
-        """Take all scratch of the largest step, and what the kernels keep for good."""
+        """Allocate the largest step's scratch, and what kernels keep for good."""
         for specs in self._largest_scratch():
             take_scratch(specs, device)
-        # Not to be made in a CUDA graph's pool.
+        # Made here, and not in the memory pool of a CUDA graph.
         self.kernels.make_matrices(self.layout.rank, device)

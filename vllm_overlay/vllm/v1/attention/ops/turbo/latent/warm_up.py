@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A first run of an MLA layer's kernels, within vLLM's profile run.
-
-See ``layer.warm_up``.
-"""
+"""The first run of an MLA layer's kernels, in vLLM's profile run: see ``warm_up``."""
 
 import torch
 
@@ -12,15 +9,16 @@ from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
 from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner, plan_spans
 from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 
-# Cached tokens before those of the queries.
+# Cached tokens before the query tokens.
 _CONTEXT = 16
 # Keys of layers whose kernels have run in this process.
 _warm: set[tuple[object, ...]] = set()
 
 
 def batches(runner: LatentRunner) -> list[list[int]]:
-    """Query tokens of requests that together launch every kernel of attention: one, as
-    many of each request, and not.
+    """Batches, as query tokens of requests, that launch every kernel of attention.
+
+    Requests have one query token each, equally many, or unequally many.
     """
     most = min(runner.max_query_len, runner.max_num_tokens - 1)
     found = [[1, 1]]
@@ -33,13 +31,13 @@ def batches(runner: LatentRunner) -> list[list[int]]:
 def _run_attention(
     runner: LatentRunner, kv_cache: torch.Tensor, query_lens: list[int]
 ) -> None:
-    """Store, attend and gather for requests of so many query tokens."""
+    """Store, attend and gather for requests with these numbers of query tokens."""
     device, shape, layout = kv_cache.device, runner.shape, runner.layout
     num_tokens, num_seqs = sum(query_lens), len(query_lens)
     seq_lens = torch.tensor(query_lens, dtype=torch.int32) + _CONTEXT
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     width = cdiv(int(seq_lens.max()), kv_cache.shape[1])
-    # Pages of zeros are read, and all requests may share them.
+    # All requests may share the pages, which are zero.
     table = torch.arange(width, dtype=torch.int32).expand(num_seqs, -1).contiguous()
     table, seq_lens, starts = (x.to(device) for x in (table, seq_lens, starts))
     size = layout.rank + layout.rope
@@ -77,7 +75,7 @@ def _run_attention(
 
 
 def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) -> None:
-    """Store so many tokens nowhere."""
+    """Launch a store of ``num_tokens`` tokens without slots."""
     device, layout = kv_cache.device, runner.layout
     size = layout.rank + layout.rope
     zeros = torch.zeros(1, size, dtype=runner.shape.dtype, device=device)
@@ -87,7 +85,7 @@ def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) ->
 
 
 def _run_kernels(runner: LatentRunner, device: torch.device) -> None:
-    """Launch each kernel of a layer, on values that are zero."""
+    """Launch each kernel of a layer, with zeros."""
     block_size = runner.cache_config.block_size or 1
     block_size = cdiv(block_size, TILE_TOKENS) * TILE_TOKENS
     num_blocks = cdiv(2 * runner.max_query_len + _CONTEXT, block_size)
@@ -101,12 +99,12 @@ def _run_kernels(runner: LatentRunner, device: torch.device) -> None:
 
 
 def warm_up(runner: LatentRunner, device: torch.device) -> None:
-    """Run a layer's kernels, unless those of a layer like it have run.
+    """Run a layer's kernels, unless a layer of the same shape has run.
 
-    The workspace has to have been taken.
+    The workspace has to be reserved before.
 
     Raises:
-        ValueError: If CUDA's kernels are asked for and refused.
+        ValueError: If the user asks for CUDA's kernels and they are refused.
 
     """
     key = (

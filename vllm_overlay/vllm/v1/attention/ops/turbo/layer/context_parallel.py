@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Decode context parallelism: ranks with the same KV head share a sequence's tokens.
 
-Each rank attends from the query heads of all of them to the cached tokens that it has,
-all of which are before the step's. The results are joined by their LSE in rotated
-space, of which a rank gets those of its own query heads. It then attends to the step's
-tokens, which every rank has as they were computed, and to sinks, once.
+Each rank attends from the query heads of all ranks to its cached tokens, all of which
+come before the step's tokens. The results are joined by their LSE in rotated space, and
+each rank gets those of its own query heads. It then attends to the step's tokens, which
+every rank has as computed, and to sinks.
 """
 
 import math
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class ContextParallel:
-    """The ranks that share a layer's sequences, as one of them sees it.
+    """The ranks that share a layer's sequences, from the view of one of them.
 
     Attributes:
-        group: They.
-        size: How many they are.
-        rank: This one's place among them.
-        interleave_size: Tokens in a row that one of them has.
+        group: The group of these ranks.
+        size: The number of ranks.
+        rank: The index of this rank in the group.
+        interleave_size: Consecutive tokens that one rank has.
 
     """
 
@@ -51,7 +51,7 @@ class ContextParallel:
 
     @staticmethod
     def of_config(vllm_config: VllmConfig) -> "ContextParallel":
-        """That of this process."""
+        """The ``ContextParallel`` of this process."""
         parallel = vllm_config.parallel_config
         uses_a2a = parallel.dcp_comm_backend == "a2a"
         return ContextParallel(
@@ -62,7 +62,7 @@ class ContextParallel:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Do as if all ranks had the same: for what must not wait for others."""
+        """Act as if all ranks had the same data, and do not wait for other ranks."""
         self._is_alone = True
         try:
             yield
@@ -70,24 +70,24 @@ class ContextParallel:
             self._is_alone = False
 
     def local_lens(self, lens: torch.Tensor) -> torch.Tensor:
-        """How many of the first tokens of sequences this rank has, int32."""
+        """This rank's share of the sequences' first ``lens`` tokens, int32."""
         return get_dcp_local_seq_lens(lens, self.size, self.rank, self.interleave_size)
 
     def local_seq_lens(
         self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
     ) -> torch.Tensor:
-        """This rank's part of R sequences' contexts, and all query tokens.
+        """This rank's share of R sequences' contexts plus all query tokens, (R,) int32.
 
         Args:
-            seq_lens: (R,) int32, query tokens included; fewer than these for padding.
-            query_start_loc: (R + 1,) int32.
+            seq_lens: (R,) int32, query tokens included; less than these for padding.
+            query_start_loc: (R + 1,) int32, where sequences' query tokens begin.
 
         """
         query_lens = torch.minimum(query_start_loc.diff(), seq_lens)
         return self.local_lens(seq_lens - query_lens) + query_lens
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
-        """(T, Hq, D) of each rank, as (T, size * Hq, D), contiguous."""
+        """Gather (T, Hq, D) of each rank to (T, size * Hq, D), contiguous."""
         if self._is_alone:
             return query.repeat(1, self.size, 1)
         return self.group.all_gather(query.contiguous(), dim=1)
@@ -95,7 +95,9 @@ class ContextParallel:
     def gather_parts(
         self, output: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ranks' results for this one's query heads, not joined: for CPUs.
+        """Gather the ranks' results for this rank's query heads, not joined.
+
+        It is for CPUs.
 
         Args:
             output: (T, size * Hq, D), contiguous.
@@ -116,7 +118,7 @@ class ContextParallel:
     def reduce(
         self, output: torch.Tensor, lse: torch.Tensor, is_lse_base_on_e: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Join what ranks have of sequences.
+        """Join the ranks' results for their shares of sequences.
 
         Args:
             output: (T, size * Hq, D), contiguous; may be overwritten. Not read where
@@ -143,19 +145,19 @@ class ContextParallel:
     def check(
         self, num_tokens: int, num_slots: int, shape: LayerShape, device: torch.device
     ) -> None:
-        """Exchange as a prefill and a decode do, and look at what comes back.
+        """Exchange data as a prefill and a decode do, and check the results.
 
-        vLLM's NCCL communicator, where it cannot load the library, does nothing when it
-        is called, and a collective's result is what its memory held.
+        If vLLM's NCCL communicator cannot load the library, its calls do nothing, and
+        the result of a collective is whatever was in memory.
 
         Args:
             num_tokens: Query tokens of the prefill.
             num_slots: Query slots of the decode.
-            shape: The layer's, with this rank's query heads.
-            device: Where.
+            shape: The layer's shape, with this rank's query heads.
+            device: The device of the tensors.
 
         Raises:
-            RuntimeError: If it is not what was sent.
+            RuntimeError: If the received data differ from the sent data.
 
         """
         numbers = torch.arange(1, self.size + 1, device=device).float()
@@ -163,7 +165,7 @@ class ContextParallel:
         size = num_tokens, shape.num_heads, shape.head_size
         gathered = self.gather(torch.full(size, own, dtype=shape.dtype, device=device))
         senders = numbers.repeat_interleave(shape.num_heads)[:, None]
-        # To compare all tokens would take more memory than any step does.
+        # Comparing all tokens would take more memory than any step.
         ends = [0, -1]
         is_right = (gathered[ends] == senders).all()
         part = torch.empty(
@@ -182,7 +184,7 @@ class ContextParallel:
         if not is_right:
             raise RuntimeError(
                 "ranks that share sequences (--decode-context-parallel-size) do not "
-                "receive what others send: is NCCL as new as vLLM needs it? A library "
-                "that is can be named by VLLM_NCCL_SO_PATH; "
-                "--dcp-comm-backend a2a exchanges by PyTorch's instead"
+                "receive what others send. Check that NCCL is as new as vLLM needs: "
+                "VLLM_NCCL_SO_PATH names another library, and --dcp-comm-backend a2a "
+                "uses PyTorch's instead"
             )

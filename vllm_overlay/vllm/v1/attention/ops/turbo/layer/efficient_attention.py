@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """PyTorch's memory-efficient attention, called like FlashAttention's varlen function.
 
-It takes heads of any size, in kernels for every NVIDIA GPU (Rabe and Staats 2021,
+It takes heads of any size, and has kernels for every NVIDIA GPU (Rabe and Staats 2021,
 "Self-attention Does Not Need O(n^2) Memory"; xFormers).
 """
 
 import torch
 
-# aten's number for a causal mask whose last query sees the last key.
+# The aten operator's number for a causal mask whose last query sees the last key.
 _CAUSAL_FROM_BOTTOM_RIGHT = 2
 
 
@@ -25,25 +25,27 @@ def efficient_attention(
     causal: bool,
     return_softmax_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of sequences that lie end to end.
+    """Attention in sequences that are laid end to end.
 
-    Query heads that share a KV head have a call each, for the operator knows none that
-    do. A call's output, once in fp32, too, and an LSE padded to ``max_seqlen_q`` for
-    each sequence are PyTorch's to allocate: ``PrefillLimits.raw_tokens`` bounds them.
+    The operator has no grouped queries, so query heads that share a KV head take a call
+    each. In a call PyTorch allocates the output, a copy of it in fp32, and an LSE that
+    is padded to ``max_seqlen_q`` for each sequence. ``PrefillLimits.raw_tokens`` bounds
+    their memory.
 
     Args:
         q: (T, Hq, D).
         k: (N, H, D), Hq a multiple of H.
         v: (N, H, D).
         out: (T, Hq, D), written.
-        cu_seqlens_q: (R + 1,) int32, the last T.
+        cu_seqlens_q: (R + 1,) int32, where sequences' queries begin; the last is T.
         max_seqlen_q: Most queries of a sequence.
-        cu_seqlens_k: (R + 1,) int32; a sequence may have no keys: its output is zero.
+        cu_seqlens_k: (R + 1,) int32, where sequences' keys begin. A sequence without
+            keys has an output of zero.
         max_seqlen_k: Most keys of a sequence.
         softmax_scale: The factor of scores, q times k; usually D ** -0.5.
-        causal: Whether a sequence's last query sees its last key, the one before all
-            but that, and so on.
-        return_softmax_lse: As in FlashAttention's function; it always is.
+        causal: Whether a sequence's last query sees all its keys, the query before it
+            all but the last key, and so on.
+        return_softmax_lse: As in FlashAttention's function. The LSE is always returned.
 
     Returns:
         ``out`` and the LSE in nats, (Hq, T) fp32; minus infinity without keys.
@@ -74,6 +76,6 @@ def efficient_attention(
         out[:, heads] = result[0].masked_fill_(without_keys[:, None, None], 0)
         own_lse = padded_lse[sequence, :, position]
         lse[heads] = own_lse.masked_fill_(without_keys[:, None], -torch.inf).T
-        # Their memory is the next call's.
+        # The next call reuses their memory.
         del result, padded_lse
     return out, lse

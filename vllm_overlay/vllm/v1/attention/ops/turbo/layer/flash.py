@@ -18,11 +18,11 @@ from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZ
 
 
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
-    """FlashAttention's varlen function for a head size, its version bound.
+    """FlashAttention's varlen function for a head size, with its version bound.
 
-    The version is the one vLLM picks on this GPU. For larger heads on NVIDIA's GPUs it
-    is FlashAttention 4 if vLLM picks that for them, else PyTorch's memory-efficient
-    attention. None if there is none for this GPU.
+    vLLM picks the version for this GPU. For heads above ``FLASH_ATTN_MAX_HEAD_SIZE`` it
+    is FlashAttention 4 if vLLM picks that, or else, on NVIDIA GPUs, PyTorch's
+    memory-efficient attention. It is None if this GPU has no such function.
     """
     is_large = head_size > FLASH_ATTN_MAX_HEAD_SIZE
     if is_flash_attn_varlen_func_available():
@@ -48,13 +48,13 @@ def attend(
     causal: bool = True,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend in sequences that lie end to end; return the LSE.
+    """Attend in sequences that are laid end to end; return the LSE.
 
-    K and V have not a row more than the sequences: FlashAttention multiplies rows
-    behind the last sequence by zero, and scratch may hold NaN.
+    K and V must not have more rows than the sequences. FlashAttention multiplies rows
+    after the last sequence by zero, and scratch may hold NaN.
 
     Args:
-        flash_attn: FlashAttention's varlen function, version and soft cap bound.
+        flash_attn: FlashAttention's varlen function, with version and soft cap bound.
         query: (T, Hq, D).
         key: (S, H, D).
         value: (S, H, D).
@@ -66,7 +66,7 @@ def attend(
         scale: Softmax scale.
         causal: Whether the last query is aligned with the last key, and no query sees
             a later key.
-        options: More arguments of ``flash_attn``.
+        options: Further arguments of ``flash_attn``.
 
     Returns:
         (Hq, T) fp32, natural log-sum-exp.

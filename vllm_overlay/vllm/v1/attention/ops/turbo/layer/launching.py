@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A first run of kernels, after which those serve that all ranks can launch."""
+"""The first run of kernels, which decides on the kernels that all ranks can launch."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -29,8 +29,8 @@ class Runner(Protocol):
 
 
 def _share_choice(runner: Runner) -> None:
-    """Have all ranks that share this layer run the same kernels."""
-    # A pipeline's ranks have other layers, and data parallel ones other requests.
+    """Make all ranks that share this layer run the same kernels."""
+    # Pipeline ranks have different layers, and data parallel ranks different requests.
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return
     assert runner.kernels is not None
@@ -43,15 +43,17 @@ def _share_choice(runner: Runner) -> None:
 
 
 def run_on_all_ranks(runner: Runner, run: Callable[[], None]) -> None:
-    """Run a layer's kernels. If the driver refuses to launch one of CUDA's, on this
-    rank or another, Triton's run, and serve from now on.
+    """Run a layer's kernels.
+
+    If the driver refuses to launch a CUDA kernel, on this rank or another, Triton's
+    kernels run, and serve from now on.
 
     Args:
         runner: The layer's runner.
-        run: Launches each kernel that the runner has now.
+        run: Launches each of the runner's current kernels.
 
     Raises:
-        ValueError: If CUDA's kernels are asked for and refused.
+        ValueError: If the user asks for CUDA's kernels and they are refused.
 
     """
     before = runner.kernels

@@ -2,14 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prefill attention: FlashAttention over raw or dequantised K and V.
 
-A plan cuts the query tokens into slices, so that scratch is bounded. The queries of a
-slice attend to one source of keys after the other, and the results are merged by their
+A plan cuts the query tokens into slices, which bounds the scratch. The queries of a
+slice attend to one source of keys after another, and the results are merged by their
 log-sum-exp:
 
 - the cached context, dequantised in pieces, in rotated space, on all ranks
 - the raw tokens of the step
-- under a sliding window, runs of cached and raw tokens, dequantised side by side
-- tokens of an image that come after a query, and that it sees all the same
+- under a sliding window, runs of dequantised cached tokens and raw tokens
+- tokens of an image that come after a query which sees them
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 
 
 def _attend_to_sources(call: PrefillCall, sources: Sequence[Source]) -> None:
-    """Attend from a slice's queries to all sources, the first of which all see."""
+    """Attend from a slice's queries to all sources; all queries see the first one."""
     from vllm.v1.attention.ops.turbo.triton.sinks import weigh_by_sinks
 
     sinks = call.scoring.sinks
@@ -51,7 +51,7 @@ def _attend_to_sources(call: PrefillCall, sources: Sequence[Source]) -> None:
             own_lse = source.attend(part._replace(output=target), True)
             lse = merge_results(call.output, lse, target, own_lse, needs_lse)
         else:
-            # An image's, one at a time: less than other layers take beside attention.
+            # A tensor for one image at a time, smaller than those of other layers.
             target = torch.empty_like(part.output)
             own_lse = source.attend(part._replace(output=target), True)
             some = lse[:, source.tokens].contiguous()
@@ -64,10 +64,10 @@ def _attend_to_sources(call: PrefillCall, sources: Sequence[Source]) -> None:
 
 
 def check_image_heads(layout: TurboFormat) -> None:
-    """Check that the function that attends to a layout's heads knows windows.
+    """Check that the attention function for a layout's heads supports windows.
 
     Raises:
-        NotImplementedError: If it does not.
+        NotImplementedError: If it does not support them.
 
     """
     if layout.head_size > FLASH_ATTN_MAX_HEAD_SIZE:
@@ -82,8 +82,8 @@ def prefill_attention(
 
     Args:
         call: The layer's tokens, cache, scratch and output.
-        plan: How the requests are served.
-        spans: Tokens that see later ones, too; None if none do.
+        plan: The plan of the requests.
+        spans: Tokens that also see later ones; None if none do.
 
     Raises:
         NotImplementedError: If there are spans and ``check_image_heads`` refuses.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Plans the prefills of layers that share a step's plan, if they read the same tokens
-from the cache.
+"""Plans the prefills of layers that share a step's plan.
+
+These layers read the same tokens from the cache.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,14 @@ class PrefillPlanner(NamedTuple):
     """Plans the prefills of some layers.
 
     Attributes:
-        stored: Whether query tokens, too, are read from the cache.
+        stored: Whether query tokens are also read from the cache.
         limits: The bounds of the scratch of layers without a sliding window; None if
             all have one.
-        window_tokens: By sliding window, the tokens that may be seen at a time.
-        device: Where the kernels run.
-        local_lens: How many of sequences' first tokens this rank has, where ranks share
-            them; None where they do not.
+        window_tokens: ``PrefillLimits.piece_tokens`` by sliding window.
+        device: The kernels' device.
+        local_lens: Where ranks share the context, a function from numbers of first
+            tokens, (R,) int32 on the host, to this rank's share of them; None where
+            they do not.
 
     """
 
@@ -44,18 +46,18 @@ class PrefillPlanner(NamedTuple):
     def of_layers(
         runners: Sequence[TurboRunner], stored: bool, device: torch.device
     ) -> "PrefillPlanner | None":
-        """The planner of some layers; None of none.
+        """The planner of some layers; None without layers.
 
         Args:
-            runners: The layers'.
-            stored: Whether they read query tokens, too, from the cache.
-            device: Where the kernels run.
+            runners: The runners of the layers.
+            stored: Whether the layers also read query tokens from the cache.
+            device: The kernels' device.
 
         """
         if not runners:
             return None
-        # Not by the spec: without the hybrid cache manager layers with a window and
-        # without are in one group.
+        # The cache spec does not tell: without the hybrid cache manager layers with a
+        # window and layers without one are in the same group.
         full = [runner for runner in runners if runner.sliding_window is None]
         limits = None
         if full:
@@ -82,16 +84,18 @@ class PrefillPlanner(NamedTuple):
         block_table: torch.Tensor,
         spans: list[Span],
     ) -> tuple[int, PrefillPlan]:
-        """Plan R requests that lie side by side in a batch.
+        """Plan R consecutive requests of a batch.
 
         Args:
-            query_start_loc: (R + 1,) int32 on the host, places in the batch.
+            query_start_loc: (R + 1,) int32 on the host, where requests' tokens begin in
+                the batch.
             seq_lens: (R,) int32 on the host, exact.
             block_table: (R, max_blocks) int32 on the device.
-            spans: Theirs, by places among the R requests and in the batch.
+            spans: The requests' spans, with ``request`` among the R requests, and
+                tokens' indices in the batch.
 
         Returns:
-            The place of their first token, and the plan.
+            The index of the first token in the batch, and the plan.
 
         """
         begin = int(query_start_loc[0])

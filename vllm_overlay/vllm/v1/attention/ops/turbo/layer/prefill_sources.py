@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sources of keys that a prefill's queries attend to, each by one call or a few."""
+"""The sources of keys that a prefill's queries attend to, in a few calls each."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -22,19 +22,19 @@ from vllm.v1.attention.ops.turbo.planning.spans import LaterTokens
 
 
 class PrefillCall(NamedTuple):
-    """Attention of a layer from T query tokens, whose prefills have P tokens.
+    """Attention of a layer from T query tokens of prefills that have P tokens.
 
     Attributes:
         query: (T, Hq, D).
-        key: (P, H, D), raw; None if all is read from the cache.
+        key: (P, H, D), as computed; None if all is read from the cache.
         value: (P, H, D), likewise.
-        kv_cache: (num_blocks, H, N, C) uint8; the tokens are stored.
+        kv_cache: (num_blocks, H, N, C) uint8, in which the tokens are stored.
         layout: The cache's format.
-        scoring: The layer's.
+        scoring: How the layer scores keys.
         scratch: Scratch for the plan's ``max_buffered_tokens``; None if that is None.
         output: (T, Hq, D), written; contiguous.
-        flash_attn: FlashAttention's varlen function, version and soft cap bound.
-        context_parallel: The ranks that share the context; None for this one alone.
+        flash_attn: FlashAttention's varlen function, with version and soft cap bound.
+        context_parallel: The ranks that share the context; None if they do not.
 
     """
 
@@ -50,7 +50,7 @@ class PrefillCall(NamedTuple):
     context_parallel: ContextParallel | None = None
 
     def part(self, tokens: slice) -> "PrefillCall":
-        """The same of some of the query tokens."""
+        """The call of some of the query tokens."""
         return self._replace(query=self.query[tokens], output=self.output[tokens])
 
     def add_offset_scores(
@@ -60,13 +60,13 @@ class PrefillCall(NamedTuple):
         max_query_len: int,
         starts: torch.Tensor,
     ) -> None:
-        """Give an LSE of cached keys the scores that these lack.
+        """Add the part of scores that cached keys lack to the keys' LSE.
 
         Args:
             lse: (Hq, T) fp32, changed.
             query_start_loc: (R + 1,) int32, where requests' queries begin.
             max_query_len: Most query tokens of a request.
-            starts: (R,) int32, position in its request of each run's first key.
+            starts: (R,) int32, the position of each run's first key in its request.
 
         """
         from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
@@ -83,14 +83,14 @@ class Source(Protocol):
 
     @property
     def tokens(self) -> slice | None:
-        """The place of these query tokens among the slice's; None for all of them."""
+        """The range of these query tokens among the slice's; None for all of them."""
 
     def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
         """Attend from the call's queries into its output.
 
         Args:
             call: The call of the query tokens that see the source.
-            needs_lse: Whether the LSE is looked at.
+            needs_lse: Whether the LSE is used.
 
         Returns:
             (Hq, T) fp32, natural log-sum-exp.
@@ -105,8 +105,8 @@ def merge_results(
     other_lse: torch.Tensor,
     needs_lse: bool = True,
 ) -> torch.Tensor | None:
-    """Merge another result into ``output``; return the LSE of both, if it is needed."""
-    # The LSE is not in place: threads of one row may still read the old one.
+    """Merge another result into ``output``; return the LSE of both if it is needed."""
+    # The LSE is not merged in place, because threads of a row may still read it.
     merged_lse = torch.empty_like(lse) if needs_lse else None
     merge_attn_states(output, output, lse, other, other_lse, merged_lse)
     return merged_lse
@@ -115,8 +115,11 @@ def merge_results(
 def _attend_to_pieces(
     call: PrefillCall, rotated_query: torch.Tensor, requests: CachedRequests
 ) -> torch.Tensor:
-    """Attend from some requests' queries to all pieces of their context, in rotated
-    space; return the LSE.
+    """Attend from requests' queries to all pieces of their context, in rotated space.
+
+    Returns:
+        (Hq, T) fp32, natural log-sum-exp.
+
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
 
@@ -162,8 +165,11 @@ def _attend_to_pieces(
 
 
 def _attend_to_cache(call: PrefillCall, cached: list[CachedRequests]) -> torch.Tensor:
-    """Attend to the tokens that a slice reads of this rank's cache, in rotated space;
-    return the LSE.
+    """Attend to the tokens that a slice reads from this rank's cache, in rotated space.
+
+    Returns:
+        (Hq, T) fp32, natural log-sum-exp.
+
     """
     from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
 
@@ -179,7 +185,7 @@ def _attend_to_cache(call: PrefillCall, cached: list[CachedRequests]) -> torch.T
     ]
     lse = lses[0]
     if len(cached) > 1:
-        # Not by torch.cat: the driver would load its kernel while serving.
+        # Without torch.cat, whose kernel the driver would load while serving.
         lse = lse.new_empty(query.shape[1], query.shape[0])
         for requests, requests_lse in zip(cached, lses):
             lse[:, requests.tokens] = requests_lse
@@ -215,7 +221,7 @@ class CachedSource(NamedTuple):
 
 
 class RawSource(NamedTuple):
-    """The tokens of the step, as computed."""
+    """The query tokens of the step, as computed."""
 
     query_slice: PrefillSlice
     tokens: slice | None = None
@@ -250,14 +256,14 @@ class RunsSource(NamedTuple):
     """A run of tokens of each request: cached ones, raw ones, or both.
 
     Attributes:
-        tokens: The query tokens that see them; None for all of the slice.
-        queries: The slice or the part of it that has these query tokens.
-        keys: The place of raw tokens among the prefills', where there are no runs.
+        tokens: The range of query tokens that see the runs; None for the whole slice.
+        queries: The slice, or the part of it that has these query tokens.
+        keys: The range of raw tokens among the prefills', used without runs.
         max_query_len: Most query tokens of a request.
         cu_lens: (R + 1,) int32, where requests' keys begin.
         max_len: Most keys of a request.
-        window_size: FlashAttention's.
-        joins_raw: Whether runs have raw tokens behind cached ones.
+        window_size: The argument of FlashAttention.
+        joins_raw: Whether runs have raw tokens after cached ones.
         causal: Whether no query sees a later key.
 
     """
@@ -274,7 +280,7 @@ class RunsSource(NamedTuple):
 
     @staticmethod
     def of_window(queries: WindowSlice, sliding_window: int) -> "RunsSource":
-        """Runs that a slice's queries see under a sliding window."""
+        """The runs that a slice's queries see under a sliding window."""
         lens = queries.query_start_loc, queries.max_query_len
         if queries.runs is not None:
             lens = queries.runs.cu_lens, queries.runs.max_len
@@ -291,7 +297,7 @@ class RunsSource(NamedTuple):
 
     @staticmethod
     def of_image(queries: LaterTokens) -> "RunsSource":
-        """Later tokens of an image, which its tokens see."""
+        """The later tokens of an image that its query tokens see."""
         return RunsSource(
             queries.tokens,
             queries,
@@ -305,7 +311,7 @@ class RunsSource(NamedTuple):
         )
 
     def read(self, call: PrefillCall, runs: KeyRuns) -> tuple[torch.Tensor, ...]:
-        """K and V of the runs, end to end in scratch: see ``lay_out_runs``."""
+        """Write K and V of the runs to scratch, end to end: see ``lay_out_runs``."""
         from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
 
         assert call.scratch is not None
@@ -330,7 +336,7 @@ class RunsSource(NamedTuple):
             key, value = self.read(call, runs)
         else:
             assert call.key is not None and call.value is not None
-            # No other sequence's tokens, whose values may be broken.
+            # These are one sequence's, so no other's non-finite values are among them.
             key, value = call.key[self.keys], call.value[self.keys]
         lse = attend(
             call.flash_attn,
@@ -347,7 +353,7 @@ class RunsSource(NamedTuple):
             window_size=self.window_size,
         )
         if needs_lse and runs is not None:
-            # All keys of a run lack the same, which other logits have to know.
+            # All keys of a run lack the same offset, which matters beside other logits.
             call.add_offset_scores(
                 lse, query_start_loc, self.max_query_len, runs.starts
             )

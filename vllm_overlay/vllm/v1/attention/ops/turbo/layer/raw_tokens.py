@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention of extends to their own query tokens, before that to packed pages.
+"""Attention of extends to their own query tokens, before attention to packed pages.
 
-The merge of an extend's splits attends to the query tokens by itself, one after the
-other: of dozens that takes longer than the pages do.
+The merge of an extend's splits can attend to the query tokens itself, one by one. With
+dozens of them this takes longer than the pages.
 """
 
 from collections.abc import Callable
@@ -27,19 +27,20 @@ def attend_to_own_tokens(
     flash_attn: Callable[..., torch.Tensor],
     sliding_window: int | None = None,
 ) -> NewestTokens:
-    """Have causal attention of each sequence to its query tokens alone.
+    """Attend from each sequence's query tokens to these tokens alone, causally.
 
-    Keys lack no offset, and sinks have no part in it: the merge counts these.
+    These keys have no offset taken off. Sinks do not take part, because the merge adds
+    them.
 
     Args:
         newest: The query tokens of the batch's sequences, end to end, T of them.
         batch: The sequences, with a ``query_start_loc``, one of ``query_len`` tokens.
-        scratch: Room for T tokens or more. It is written, and read by the merge.
-        flash_attn: FlashAttention's varlen function, version and soft cap bound.
-        sliding_window: Tokens that a query token sees, at most; None for no limit.
+        scratch: Scratch for T or more tokens. It is written, and read by the merge.
+        flash_attn: FlashAttention's varlen function, with version and soft cap bound.
+        sliding_window: The most tokens that a query token sees; None for no limit.
 
     Returns:
-        The tokens, with what attention gave.
+        The tokens, with the result in ``attended``.
 
     """
     from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values

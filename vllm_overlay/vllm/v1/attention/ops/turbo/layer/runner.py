@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A layer's kernels at work: what a forward pass launches, and in which scratch."""
+"""A layer at work: the launches of a forward pass, and their scratch."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -76,66 +76,70 @@ if TYPE_CHECKING:
 
 
 def num_draft_slots(vllm_config: VllmConfig) -> int:
-    """Query tokens a request that a drafter's first pass has beyond those of the step
-    before it, which it takes with all that were rejected.
+    """Query tokens of a request that a drafter's first pass adds to the last step's.
+
+    That pass takes all query tokens of the step before it, rejected ones included.
     """
     speculative = vllm_config.speculative_config
     return 0 if speculative is None else speculative.max_num_new_slots_for_drafting
 
 
 def take_scratch(specs: TensorSpecs, device: torch.device) -> list[torch.Tensor]:
-    """Scratch tensors of vLLM's workspace, which overlap those of requests before.
+    """Scratch tensors of vLLM's workspace, which overlap those of earlier calls.
 
-    So what reads earlier ones has to come before what writes these in the stream.
+    So kernels that read earlier tensors have to come before kernels that write these,
+    in the stream's order.
 
     Args:
-        specs: Shapes and dtypes.
-        device: Where, if vLLM's workspace is not initialised.
+        specs: Shapes and dtypes of the tensors.
+        device: The device, used if vLLM's workspace is not initialised.
 
     """
-    # A manager that was asked for nothing yet fails if that is asked for.
+    # A new workspace manager fails if it is asked for no bytes.
     if is_workspace_manager_initialized() and num_bytes(specs) > 0:
         return current_workspace_manager().get_simultaneous(*specs)
     return [torch.empty(s, dtype=dtype, device=device) for s, dtype in specs]
 
 
 class TurboRunner:
-    """Stores and attends for one layer by the kernels that were chosen for it.
+    """Stores and attends for one layer, with the kernels that were chosen for it.
 
     Attributes:
         shape: Heads, head size and dtype.
         scale: Softmax scale.
         layout: The cache's format.
-        stored: Whether query tokens, too, are read from the cache.
-        all_stored: Whether that is so of all layers, also those that store.
+        stored: Whether query tokens are also read from the cache.
+        all_stored: Whether layers that store also read query tokens from the cache.
         kernel_choice: ``attention_config.turbo_kernel``.
-        states_per_token: Tokens of the layer a token of its request.
-        max_num_tokens: Query tokens of a step, at most.
-        max_query_len: Query tokens of a decode request, at most, drafters' too.
-        has_spans: Whether tokens may see later ones, an image's.
-        capability: Compute capability of the GPU, such as 90; None for none.
+        max_num_seqs: The most requests of a step.
+        states_per_token: Tokens that the layer stores for each token of a request.
+        max_num_tokens: The most query tokens of a step.
+        max_query_len: The most query tokens of a decode request, also in drafters.
+        has_spans: Whether tokens may see later ones, as an image's do.
+        capability: The GPU's compute capability, such as 90; None for none.
         num_sms: Multiprocessors of the GPU.
-        cache_config: vLLM's; its block size may be set after the layers are made.
+        cache_config: vLLM's ``CacheConfig``, whose block size may be set after the
+            layers are made.
         prefill_limits: The bounds of a prefill's scratch.
-        flash_attn: FlashAttention's varlen function, or what serves as it; None on a
-            CPU.
-        sliding_window: Tokens that a query token sees, at most, itself the last; None
+        flash_attn: FlashAttention's varlen function, or the function in its place; None
+            on a CPU.
+        sliding_window: The most tokens that a query token sees, itself included; None
             for all before it.
-        sinks: (Hq,), of each query head a logit without a value, whose values weights
-            that are loaded set; None for none.
+        sinks: (Hq,), a logit of each query head that joins the softmax and has no
+            value. Loading weights sets its numbers. None for none.
         logits_soft_cap: The cap that bounds scores by a tanh; None for none.
-        window_wanted: Tokens of a recent window, at most; zero for none.
-        key_offset: (G, H, D) fp32, taken off K before it is stored, by segments of a
-            sequence; None for nothing, as with a soft cap, under which scores cannot
-            get back what they lack. It is set when weights have been loaded, and
-            stays where it is.
-        key_bias: The bias that it follows from; None without one.
-        key_offset_replicas: Tensor parallel ranks in a row that have the same heads.
-        is_beside_offset: Whether a layer that shares its plan has an offset.
-        shares_cache: Whether another layer stores, whose cache all is read from.
-        context_parallel: The ranks that share the context; None for this one alone.
-        context_shape: The shape of attention to the context: with query heads of all
-            these ranks.
+        window_wanted: The most tokens of a recent window; zero for none.
+        key_offset: (G, H, D) fp32, the offset by segments of a sequence that is taken
+            off K before it is stored. It is set when weights have been loaded, and its
+            address does not change. None for none, as with a soft cap, because it
+            cannot be added back to capped scores.
+        key_bias: The bias from which the offset follows; None without a bias.
+        key_offset_replicas: Consecutive tensor parallel ranks with the same heads.
+        is_beside_offset: Whether a layer that shares the plan has an offset.
+        shares_cache: Whether the layer reads another layer's cache and does not store.
+        context_parallel: The ranks that share the context; None if they do not.
+        context_shape: The shape of attention to the context, with the query heads of
+            all these ranks.
 
     """
 
@@ -155,7 +159,7 @@ class TurboRunner:
         self.shape = self.context_shape = shape
         self.context_parallel = context_parallel
         if context_parallel is not None:
-            # All have the same KV head, so their query heads are in order.
+            # All ranks have the same KV head, so their query heads are in order.
             assert shape.num_kv_heads == 1, shape
             num_heads = context_parallel.size * shape.num_heads
             self.context_shape = shape._replace(num_heads=num_heads)
@@ -176,7 +180,7 @@ class TurboRunner:
         self.has_spans = (
             model_config is not None
             and model_config.is_mm_prefix_lm
-            # Gemma 4's larger heads see none.
+            # Gemma 4's larger heads see no spans.
             and shape.head_size <= FLASH_ATTN_MAX_HEAD_SIZE
         )
         self.prefill_limits = self._prefill_limits(sliding_window)
@@ -198,7 +202,7 @@ class TurboRunner:
             self.flash_attn = get_flash_attn(shape.head_size)
 
     def share_cache(self) -> None:
-        """Have another layer store: all tokens are read from the cache."""
+        """Make the layer read all tokens from another layer's cache."""
         if self.shares_cache:
             return
         self.shares_cache = self.stored = True
@@ -211,20 +215,20 @@ class TurboRunner:
         )
         if not (self.stored and self.has_spans):
             return limits
-        # A span, which a step has all of, is read from the cache at once.
+        # A step has whole spans, and each is read from the cache at once.
         piece_tokens = max(limits.piece_tokens, self.max_num_tokens)
         return limits._replace(piece_tokens=piece_tokens)
 
     @property
     def scoring(self) -> Scoring:
-        """How it scores keys, by what has been set since the weights were loaded."""
+        """How the layer scores keys, with the values that loading weights has set."""
         cap, offset = self.logits_soft_cap, self.key_offset
         assert cap is None or offset is None, "capped scores with an offset"
         return Scoring(self.scale, self.sliding_window, self.sinks, cap, offset)
 
     @property
     def _kernel_arguments(self) -> tuple[int, int, Variant]:
-        """The arguments of ``choose_kernels`` beside the choice and the layout."""
+        """The arguments of ``choose_kernels`` after the choice and the layout."""
         variant = self.scoring.variant(self.window_wanted > 0)
         return self.context_shape.num_queries_per_kv, self.max_query_len, variant
 
@@ -235,31 +239,31 @@ class TurboRunner:
 
     @cached_property
     def chosen_kernels(self) -> ChosenKernels[KernelSet]:
-        """The kernels, shared with layers alike. They may be built here."""
+        """The kernels, shared by layers of a shape. This may build them."""
         if current_platform.is_cpu():
             return ChosenKernels(None)
         return share_kernels(self.kernel_choice, self.layout, *self._kernel_arguments)
 
     @property
     def kernels(self) -> KernelSet | None:
-        """The kernels that store and attend; None where PyTorch does."""
+        """The kernels that store and attend; None if PyTorch does."""
         return self.chosen_kernels.kernels
 
     @kernels.setter
     def kernels(self, kernels: KernelSet | None) -> None:
-        """Have these serve this layer alone."""
+        """Use these kernels for this layer alone."""
         self.chosen_kernels = ChosenKernels(kernels)
 
     @property
     def kernels_used(self) -> str:
-        """The kernels that store and decode, and why these, for users."""
+        """The kernels that store and decode, and the reason, for users."""
         if self.kernels is None:
             return "PyTorch's operators, because this is a CPU"
         return f"{self.kernels.name} kernels, because {self.kernels.reason}"
 
     @property
     def max_extend_len(self) -> int:
-        """Query tokens up to which prompts are extends; 0 if there are none."""
+        """The most query tokens of an extend; 0 if there are no extends."""
         if self.kernels is None or self.kernels.extend_attention is None:
             return 0
         return max_extend_len(
@@ -271,14 +275,16 @@ class TurboRunner:
 
     @property
     def max_extend_tokens(self) -> int:
-        """Query tokens that extends of a step take, at most."""
+        """The most query tokens of a step's extends."""
         is_shared = self.context_parallel is not None
         return MAX_SHARED_EXTEND_TOKENS if is_shared else MAX_EXTEND_TOKENS
 
     @property
     def extends_to_outputs(self) -> bool:
-        """Whether extends need no merge, but for a few. Layers that share a plan agree.
-        Where there is a recent window they read codes, as prefills do.
+        """Whether ``extend_outputs`` serves all but small extends.
+
+        Layers that share a plan agree. Such extends read a recent window's tokens as
+        codes, like prefills.
         """
         if self.kernels is None or self.kernels.extend_outputs is None:
             return False
@@ -287,13 +293,14 @@ class TurboRunner:
 
     @property
     def max_call_tokens(self) -> int:
-        """Query tokens of a call of extends, at most: see ``find_extends``."""
+        """The most query slots of a call of extends: see ``find_extends``."""
         return MAX_OUTPUT_CALL_TOKENS if self.extends_to_outputs else MAX_CALL_TOKENS
 
     @property
     def max_merged_tokens(self) -> int | None:
-        """Query tokens of an extend up to which its merge attends to them; None:
-        whatever there are. Layers that share a plan agree, if they store or not.
+        """The most query tokens of an extend that its merge attends to; None for any.
+
+        Layers that share a plan agree, whether they store or not.
         """
         if self.kernels is None or self.all_stored:
             return None
@@ -315,7 +322,7 @@ class TurboRunner:
 
     @property
     def capped_flash_attn(self) -> Callable[..., Any]:
-        """FlashAttention's varlen function, the soft cap of logits bound."""
+        """FlashAttention's varlen function, with the soft cap of logits bound."""
         assert self.flash_attn is not None
         if self.logits_soft_cap is None:
             return self.flash_attn
@@ -331,11 +338,11 @@ class TurboRunner:
         output: torch.Tensor,
         window: RecentWindow | None = None,
     ) -> None:
-        """Store, then attend: decodes, extends and prefills one after the other.
+        """Store, then attend: from decodes, then extends, then prefills.
 
-        A prefill begins when what it takes the scratch of has ended: none of its
-        kernels begins before the one before it has, and that, a merge, has waited for
-        those whose results it reads.
+        A prefill reuses scratch. Its kernels do not begin before the previous kernel
+        has ended. That is a merge, which has waited for the kernels whose results it
+        reads.
 
         Args:
             query: (T, Hq, D) bf16 or fp16.
@@ -344,8 +351,8 @@ class TurboRunner:
             kv_cache: (num_blocks, H, N, C) uint8.
             step: The plan of the step, which has T query tokens.
             output: (>= T, Hq, D), of which T rows are written.
-            window: Where the newest tokens are kept in 8 bits, too, for decodes and
-                extends; None if nowhere.
+            window: The 8-bit copy of the newest tokens, for decodes and extends; None
+                for none.
 
         """
         self._store_and_decode(query, key, value, kv_cache, step, output, window)
@@ -372,7 +379,7 @@ class TurboRunner:
         spans: SpanPlan | None,
         output: torch.Tensor,
     ) -> None:
-        """Attend from the tokens of a plan, which are stored."""
+        """Attend from the tokens of a plan, when they are stored."""
         specs = PrefillScratch.specs(
             self.context_shape,
             plan.max_buffered_tokens(self.sliding_window),
@@ -404,8 +411,9 @@ class TurboRunner:
         output: torch.Tensor,
         window: RecentWindow | None,
     ) -> None:
-        """Store all tokens, if there are any, and attend from those of decodes and
-        extends.
+        """Store all tokens, and attend from decodes and extends.
+
+        No token is stored if the layer reads another's cache.
         """
         kernels, plan = self.kernels, step.decode_plans[self.context_shape]
         assert kernels is not None
@@ -413,8 +421,8 @@ class TurboRunner:
         num_rotated = plan.num_rotated_tokens
         queries = query[:num_rotated]
         if scratch.shared is None:
-            # A call writes the output of its own tokens alone, when it has read their
-            # queries: these need no room beside it.
+            # A call writes the output of its own tokens alone, after it has read their
+            # queries. So rotated queries can share memory with the output.
             rotated = output[:num_rotated].view(torch.float16)
         else:
             assert self.context_parallel is not None
@@ -500,7 +508,7 @@ class TurboRunner:
             output_specs = self._output_specs(plan.num_own_tiles)
             parts = (specs, shared_specs, own_specs, output_specs)
             tensors = iter(take_scratch([*chain(*parts)], device))
-            # All are of one request to the workspace, in order.
+            # One request to the workspace has all of them, in order.
             found, shared, own, outputs = (
                 [*islice(tensors, len(part))] for part in parts
             )
@@ -517,7 +525,7 @@ class TurboRunner:
         return scratch
 
     def _output_specs(self, num_own_tiles: int) -> TensorSpecs:
-        """Shapes and dtypes of ``OutputScratch``; none without tiles."""
+        """Shapes and dtypes of ``OutputScratch``; empty without tiles."""
         if num_own_tiles == 0:
             return []
         assert self.kernels is not None
@@ -534,15 +542,15 @@ class TurboRunner:
         partials: Partials,
         scratch: SharedScratch,
     ) -> None:
-        """Make one call of attention, of a context that ranks share.
+        """Make one call of attention to a context that ranks share.
 
-        Its splits are merged on each rank, the ranks' results by a collective, and
-        that with the query tokens: as a result of one split.
+        Each rank merges its splits, and a collective joins the ranks' results. The
+        joined result is then merged with the query tokens, as a single split.
         """
         assert self.context_parallel is not None and self.kernels is not None
         slots = call.batch.num_query_slots
         part, lse = scratch.output[:slots], scratch.lse[:slots]
-        # A rank's part of the sequences lacks the query tokens and the sinks.
+        # A rank's part has neither the query tokens nor the sinks.
         scoring = Scoring(self.scale, soft_cap=self.logits_soft_cap)
         own_part = AttentionCall(
             call.kv_cache, call.layout, call.batch, scoring, part, lse=lse
@@ -552,17 +560,18 @@ class TurboRunner:
         self.kernels.merge_splits(Partials(part, lse), call._replace(window=None))
 
     def alone(self) -> AbstractContextManager[None]:
-        """Run kernels as ever, and wait for no other rank."""
+        """A context in which kernels run without waiting for other ranks."""
         if self.context_parallel is None:
             return nullcontext()
         return self.context_parallel.alone()
 
     def run_collectives(self, device: torch.device) -> None:
-        """Exchange with other ranks what the largest step does: the memory that takes
-        is in the account then, and kernels are compiled.
+        """Exchange as much data with other ranks as the largest step does.
+
+        So the profile run measures its memory, and kernels are compiled.
 
         Raises:
-            RuntimeError: If what comes back is not what was sent.
+            RuntimeError: If the received data differ from the sent data.
 
         """
         if self.context_parallel is None:
@@ -588,12 +597,12 @@ class TurboRunner:
 
     @property
     def _max_shared_slots(self) -> int:
-        """Query tokens that any call has room for: see ``DecodePlan.num_slots``."""
+        """The most query slots of any call: see ``DecodePlan.num_slots``."""
         most = max(MAX_CALL_TOKENS, self.max_extend_len)
         return max(self._largest_batch.num_tokens, most)
 
     def _largest_scratch(self) -> list[TensorSpecs]:
-        """The most that each request to the workspace asks for, in any step."""
+        """The largest tensors of each request to the workspace, over all steps."""
         shape, is_shared = self.context_shape, self.context_parallel is not None
         num_tokens, num_partials, num_own_tokens, num_own_tiles = self._largest_batch
         limits = self.prefill_limits
@@ -610,15 +619,15 @@ class TurboRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory that the profile run reserves."""
+        """Bytes of scratch memory that the profile run reserves."""
         return (
             0 if self.kernels is None else max(map(num_bytes, self._largest_scratch()))
         )
 
     def reserve(self, device: torch.device) -> None:
-        """Take all memory of the largest step, and what the kernels keep for good."""
+        """Allocate the largest step's scratch, and what kernels keep for good."""
         assert self.kernels is not None
         for specs in self._largest_scratch():
             take_scratch(specs, device)
-        # Not to be made in a CUDA graph's pool.
+        # Made here, and not in the memory pool of a CUDA graph.
         self.kernels.make_matrices(self.shape.head_size, device)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A first run of a layer's kernels, within vLLM's profile run.
+"""The first run of a layer's kernels, in vLLM's profile run.
 
-A driver loads a kernel when it is first launched, and then allocates local memory for
-all threads that the GPU can hold: 130 MiB on an H200 for 500 bytes a thread. What was
-there before the cache is in the account; what comes later may be missing. Nor does a
-request wait for Triton's compiler then.
+A driver loads a kernel at its first launch. It then allocates local memory for all
+threads that the GPU can hold: 130 MiB on an H200 for 500 bytes a thread. The profile
+run measures this memory only if it is allocated before the cache. With a first run
+there, no request waits for Triton's compiler either.
 """
 
 from functools import partial
@@ -30,14 +30,15 @@ from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 
 # Cached tokens of decodes and extends.
 _CONTEXT = 16
-# Query tokens of a prefill: so many that FlashAttention splits them among blocks.
+# Cached tokens of a prefill's piece: so many that FlashAttention splits them.
 _PREFILL_CONTEXT = 1024
 # Query tokens of a short prefill request.
 _QUERY_LEN = 2
-# Those of others. FlashAttention 3 has kernels for up to 64 queries a KV head and for
-# more, with a split and without; a prompt's own tokens are split from four tiles on.
+# Query tokens of the first prefill request. FlashAttention 3 has kernels for up to 64
+# queries a KV head and for more, with a split and without one. It splits a prompt's own
+# tokens from four tiles on.
 _PREFILL_LENS = (_QUERY_LEN, 65, 641)
-# Queries that a block of FlashAttention takes, at most. With one such block for each
+# The most queries of a thread block of FlashAttention. With one such block for each
 # multiprocessor it splits nothing.
 _FLASH_ATTN_QUERIES = 192
 # Keys of layers whose kernels have run in this process.
@@ -54,18 +55,20 @@ def small_step(
     prefill_len: int = _QUERY_LEN,
     to_outputs: bool = False,
 ) -> StepPlan:
-    """Requests of each kind: a decode, an extend, and prefills: with cached tokens that
-    are dequantised in several pieces, with a few, and with none.
+    """A step with a decode, an extend and three prefills.
+
+    The first prefill has cached tokens that are dequantised in several pieces, the
+    second has a few, and the third has none.
 
     Args:
-        runner: The layer's.
+        runner: The runner of the layer.
         block_size: Tokens of a block.
-        device: Where the kernels run.
+        device: The kernels' device.
         query_len: Query tokens of the decode.
         is_uniform: Whether no request could have fewer.
-        extend_len: Query tokens of the extend; 0: there is none.
+        extend_len: Query tokens of the extend; 0 for no extend.
         prefill_len: Query tokens of the first prefill.
-        to_outputs: Whether the extend's results need no merge, as of many requests.
+        to_outputs: Whether ``extend_outputs`` serves the extend, as if it were many.
 
     """
     extends: list[RequestSpan] = []
@@ -81,7 +84,7 @@ def small_step(
     seq_lens = [q + context for q, context in zip(query_lens, contexts)]
     width = cdiv(max(seq_lens), block_size)
     table = torch.arange(len(seq_lens) * width, dtype=torch.int32, device=device)
-    # A request's blocks, and so its slots, are one after the other.
+    # A request's blocks are consecutive, and so are its slots.
     slots = [
         row * width * block_size + position
         for row, (context, seq_len) in enumerate(zip(contexts, seq_lens))
@@ -136,27 +139,27 @@ def small_step(
     if planner is not None:
         planner = planner._replace(extends_to_outputs=to_outputs)
         if to_outputs:
-            # One request is enough for so small a GPU.
+            # With a single multiprocessor one request is enough.
             planner = planner._replace(num_sms=1)
         step.plan_decodes([planner])
     return step
 
 
 def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[StepPlan]:
-    """Steps that together launch every kernel of attention that serving does."""
+    """Steps that together launch every kernel of attention that serving launches."""
     make = partial(small_step, runner, block_size, device)
     most = runner.max_query_len
     unsplit_len = cdiv(_FLASH_ATTN_QUERIES * runner.num_sms, runner.shape.num_heads)
-    # Beside a decode and two more prefills: no step has more tokens.
+    # The longest prefill of a step that also has a decode and two more prefills.
     longest = max(_QUERY_LEN, runner.max_num_tokens - 1 - 2 * _QUERY_LEN)
     prefill_lens = {min(length, longest) for length in (*_PREFILL_LENS, unsplit_len)}
     found = [make(1, prefill_len=length) for length in sorted(prefill_lens)]
     if most > 1:
-        # The Triton kernels are compiled for one query token, as many of each
-        # sequence, or not.
+        # Triton's kernels are compiled for one query token of each sequence, for
+        # equally many, and for unequally many.
         found += [make(most), make(most, is_uniform=False)]
     if runner.max_extend_len > 0:
-        # CUDA's have an instance for few queries, and one for many.
+        # CUDA's kernels have an instance for few queries, and one for many.
         found += [make(1, extend_len=n) for n in sorted({1, runner.max_extend_len})]
     if runner.extends_to_outputs:
         assert runner.kernels is not None
@@ -169,8 +172,9 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
 def small_windows(
     runner: TurboRunner, step: StepPlan, block_size: int, device: torch.device
 ) -> list[RecentWindow | None]:
-    """What the step is served with: no windows (a drafter's layers have none) and, if
-    they are wanted, with them.
+    """The recent windows to run a step with: none, and windows if they are wanted.
+
+    A drafter's layers have no windows.
     """
     if runner.window_wanted == 0:
         return [None]
@@ -190,7 +194,7 @@ def small_windows(
 def _run_store(
     runner: TurboRunner, kernels: KernelSet, kv_cache: torch.Tensor, num_tokens: int
 ) -> None:
-    """Store so many tokens nowhere."""
+    """Launch a store of ``num_tokens`` tokens without slots."""
     device, shape = kv_cache.device, runner.shape
     vector = torch.zeros(1, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
     vectors = vector.to(device).expand(num_tokens, -1, -1)
@@ -216,7 +220,7 @@ def _run_store(
 
 
 def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
-    """Launch each kernel of a layer, on values that are zero."""
+    """Launch each kernel of a layer, with zeros."""
     kernels, shape = runner.kernels, runner.shape
     assert kernels is not None
     block_size = runner.cache_config.block_size or 1
@@ -243,13 +247,13 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
 
 
 def warm_up(runner: TurboRunner, device: torch.device) -> None:
-    """Run a layer's kernels, unless those of a layer like it have run.
+    """Run a layer's kernels, unless a layer of the same shape has run.
 
-    The workspace has to have been taken. If the driver refuses to launch one of CUDA's,
-    on this rank or another, Triton's serve from now on.
+    The workspace has to be reserved before. If the driver refuses to launch a CUDA
+    kernel, on this rank or another, Triton's kernels serve from now on.
 
     Raises:
-        ValueError: If CUDA's kernels are asked for and refused.
+        ValueError: If the user asks for CUDA's kernels and they are refused.
 
     """
     key = (
@@ -271,6 +275,6 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
     if key in _warm:
         return
     run_on_all_ranks(runner, lambda: _run_kernels(runner, device))
-    # A rank whose driver refuses would let others wait.
+    # After the kernels: a rank whose driver refuses one would let other ranks wait.
     runner.run_collectives(device)
     _warm.add(key)

@@ -28,7 +28,10 @@ class TurboPagesBackend(AttentionBackend):
     def validate_configuration(  # type: ignore[override]
         cls, **configuration: Any
     ) -> list[str]:
-        """As the base class; of a turbo dtype with values and ways out."""
+        """Validate as the base class does; reasons against a turbo dtype are longer.
+
+        They have the values that were met, and the flags that help.
+        """
         cache_dtype = configuration["kv_cache_dtype"]
         if not is_turbo_cache_dtype(cache_dtype):
             return super().validate_configuration(**configuration)
@@ -40,17 +43,17 @@ class TurboPagesBackend(AttentionBackend):
 
     @classmethod
     def unsupported_features(cls, **configuration: Any) -> list[Reason]:
-        """The faults that the base class finds in a configuration of a turbo dtype."""
+        """The features that the base class finds unsupported, for a turbo dtype."""
         words = super().validate_configuration(**configuration)
         head_sizes = cls.get_supported_head_sizes()
         return refusals.borrowed_reasons(words, head_sizes, configuration)
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        # They are a checkpoint's, for FP8, and not read.
+        # A checkpoint's scales are for FP8, and are not read.
         return True
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # All that keep the tokens of a (block, head) contiguous.
+        # All layouts that keep the tokens of a (block, head) contiguous.
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)

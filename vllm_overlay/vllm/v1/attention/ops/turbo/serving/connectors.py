@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which KV connectors may move turbo pages.
+"""The KV connectors that may move turbo pages.
 
-A page moves as whole blocks of bytes, or is cut at a multiple of ``TILE_TOKENS``:
-within a tile bytes are in the order of planes, and those of one token lie apart. What
-moves single tokens of a block leaves the last tile in pieces, and nothing fails.
+A page moves as whole blocks of bytes, or is cut at multiples of ``TILE_TOKENS`` tokens.
+Within a tile bytes are in the order of planes, so the bytes of one token are not
+adjacent. A connector that moves single tokens of a block breaks the last tile, and
+nothing fails.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ logger = init_logger(__name__)
 
 
 class State(Enum):
-    """The knowledge of a connector."""
+    """The way in which it is known whether a connector works."""
 
     RUN = "tested"
     READ = "by its source"
@@ -28,7 +29,7 @@ class State(Enum):
 
 
 class Verdict(NamedTuple):
-    """The knowledge of a connector, and its source or reason: a part of a sentence."""
+    """A verdict on a connector, and its scope or reason: a part of a sentence."""
 
     state: State
     reason: str
@@ -36,51 +37,52 @@ class Verdict(NamedTuple):
 
 BY_NIXL = Verdict(
     State.RUN,
-    "prefill and decode on two engines, on a CPU, by the host's memory, also from "
-    "blocks of 16 tokens to ones of 64; and on two H200s, also from one GPU to two and "
-    "from two to one",
+    "prefill and decode on two engines: on a CPU, also with other block sizes, and on "
+    "GPUs, also with other tensor-parallel sizes",
 )
 OF_TOKENS = Verdict(
     State.REFUSED, "it moves tokens of partial blocks: use LMCacheMPConnector"
 )
 
-# Of each connector that vLLM registers, and of LMCache's own class of the one that runs
-# in the engine's processes.
+# The verdict on each connector that vLLM registers, and on LMCache's own class of
+# LMCacheConnectorV1.
 CONNECTORS: dict[str, Verdict] = {
     "NixlConnector": BY_NIXL,
     "NixlPullConnector": BY_NIXL,
     "NixlPushConnector": Verdict(
         State.RUN,
-        "prefill and decode on two engines, on a CPU, by the host's memory",
+        "prefill and decode on two engines, on a CPU",
     ),
     "OffloadingConnector": Verdict(
         State.RUN,
-        "from the CPU's memory, on an H200; its fs tier on a CPU, between processes. "
-        "Its obj and p2p tiers by their source; with canonical_layout vLLM does not "
-        "start",
+        "from the host's memory, on a GPU; its fs tier on a CPU; its obj and p2p tiers "
+        "by their source. vLLM does not start with canonical_layout",
     ),
     "SimpleCPUOffloadConnector": Verdict(
         State.RUN, "on a CPU, from the host's memory and from a disk"
     ),
     "ExampleConnector": Verdict(
         State.RUN,
-        "on a CPU. For debugging: its files do not say the dtype, a folder is for one",
+        "on a CPU. For debugging: its files do not have the dtype, so a folder is for "
+        "one dtype",
     ),
     "DecodeBenchConnector": Verdict(
-        State.RUN, "on a CPU and an H200. Its caches are zeros"
+        State.RUN, "on a CPU and a GPU. Its caches are zeros"
     ),
-    "MultiConnector": Verdict(State.RUN, "on a CPU. Each of its connectors is judged"),
+    "MultiConnector": Verdict(State.RUN, "on a CPU. Each of its connectors is checked"),
     "MooncakeConnector": Verdict(
         State.READ,
-        "whole blocks; both engines need the same dtype, which nobody checks",
+        "whole blocks; both engines need the same dtype, which it does not check",
     ),
     "MooncakeStoreConnector": Verdict(State.READ, "whole blocks, also by heads"),
     "LMCacheMPConnector": Verdict(
-        State.READ, "whole blocks; its keys do not say the dtype, a store is for one"
+        State.READ,
+        "whole blocks; its keys do not have the dtype, so a store is for one dtype",
     ),
     "HF3FSKVConnector": Verdict(
         State.READ,
-        "whole blocks; its keys do not say the model nor the dtype, a store is for one",
+        "whole blocks; its keys have neither model nor dtype, so a store is for one "
+        "of each",
     ),
     "MoRIIOConnector": Verdict(State.READ, "whole blocks; on ROCm, which is refused"),
     "LMCacheConnectorV1": OF_TOKENS,
@@ -97,8 +99,8 @@ CONNECTORS: dict[str, Verdict] = {
 }
 
 
-# Of these, those of which it is known with MLA, tested or by their source. Others move
-# what all ranks have alike in ways of their own.
+# The connectors that are known to work with MLA, tested or by their source. Others have
+# special ways to move the latents, which all ranks have.
 MLA_CONNECTORS = frozenset(
     (
         "OffloadingConnector",
@@ -117,7 +119,7 @@ def connector_reason(name: str, instead: str) -> Reason:
 
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Each connector of a configuration, those of others among them."""
+    """Each connector of a configuration, nested ones included."""
     yield transfer
     extra = transfer.get("kv_connector_extra_config") or {}
     for child in extra.get("connectors", ()):
@@ -125,7 +127,7 @@ def _connectors(transfer: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 
 def _mla_refusal(name: str, connector: Mapping[str, Any]) -> str | None:
-    """Why a connector that is served otherwise is refused with MLA, if it is."""
+    """The reason to refuse a connector with MLA alone; None if it is served."""
     if name in CONNECTORS and name not in MLA_CONNECTORS:
         return UNKNOWN_WITH_MLA
     extra = connector.get("kv_connector_extra_config") or {}
@@ -135,11 +137,11 @@ def _mla_refusal(name: str, connector: Mapping[str, Any]) -> str | None:
 def unsupported_connectors(
     transfer: KVTransferConfig | None, is_mla: bool = False
 ) -> list[Reason]:
-    """Why the connectors of an engine are refused; warns of those that nobody knows.
+    """The reasons to refuse the connectors of an engine; warns of unknown ones.
 
     Args:
         transfer: The engine's configuration; None for no connector.
-        is_mla: Whether the pages are of MLA.
+        is_mla: Whether the pages hold MLA's latents.
 
     """
     found = []
@@ -155,8 +157,8 @@ def unsupported_connectors(
         elif verdict is None or each.get("kv_connector_module_path"):
             logger.warning_once(
                 "KV connector %s is not known to work with turbo KV caches. It may "
-                "move whole blocks of them, or halves at a multiple of %d tokens, but "
-                "no single tokens.",
+                "move whole blocks, or blocks cut at multiples of %d tokens, but not "
+                "single tokens.",
                 name,
                 TILE_TOKENS,
             )

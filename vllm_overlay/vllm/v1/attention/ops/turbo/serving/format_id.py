@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The identity of turbo pages: the facts beyond their dtype that bytes follow from.
+"""The identity of turbo pages: all that determines their bytes, besides their dtype.
 
-It is the layout's version and, of a model that has an offset of K or layers in other
-dtypes, a digest of these: of the whole model, whatever ranks its layers and heads are
-divided among. Engines that say the same may exchange pages, and find each other's where
-they are kept.
+It is the layout's version. If a model has an offset of K, or layers in several dtypes,
+it also has a digest of these. The digest is of the whole model, whatever ranks its
+layers and heads are divided among. Engines with the same identity may exchange pages,
+and find each other's pages where they are kept.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION, is_turbo_cache_dt
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-# By layer, its dtype and the digest of the offset of each KV head, if there is one.
+# The dtype of each layer, and the digests of its KV heads' offsets, if it has any.
 LayerFormats = dict[str, tuple[str, list[str]]]
 
 
 def _own_formats(
     vllm_config: VllmConfig, names: set[str], tp_rank: int
 ) -> LayerFormats:
-    """The identity of this rank's layers; the first rank with a KV head has it."""
+    """The formats of this rank's layers; only a KV head's first rank has its digest."""
     formats: LayerFormats = {}
     latents = get_layers_from_vllm_config(vllm_config, MLAAttention)
     for name in sorted(names & latents.keys()):
@@ -59,7 +59,7 @@ def _gather(own: LayerFormats, group: GroupCoordinator) -> list[LayerFormats]:
 
 
 def model_formats(vllm_config: VllmConfig, names: set[str]) -> LayerFormats:
-    """The identity of all ranks' layers, if each calls this with its own names."""
+    """The formats of all ranks' layers, if each calls this with its own names."""
     if not model_parallel_is_initialized():
         return _own_formats(vllm_config, names, 0)
     tp_group = get_tp_group()
@@ -75,7 +75,7 @@ def model_formats(vllm_config: VllmConfig, names: set[str]) -> LayerFormats:
 
 
 def format_id(formats: LayerFormats) -> str:
-    """The word of a model."""
+    """The identity of a model's pages, as one word."""
     is_plain = len({dtype for dtype, _ in formats.values()}) == 1
     if is_plain and not any(heads for _, heads in formats.values()):
         return str(LAYOUT_VERSION)
@@ -86,11 +86,11 @@ def format_id(formats: LayerFormats) -> str:
 def with_format_ids(
     specs: dict[str, KVCacheSpec], vllm_config: VllmConfig
 ) -> dict[str, KVCacheSpec]:
-    """Have the specs of an engine with turbo pages say what their bytes follow from.
+    """Set the identity of turbo pages in the cache specs of an engine.
 
-    All ranks call this, once their weights are loaded. One layer's spec may stand for
-    others, of layers without turbo pages, too: all have the word but those that have
-    one of their own.
+    All ranks call this when their weights are loaded. The spec of one layer may stand
+    for others, also for layers without turbo pages. So all specs get the identity,
+    except those that have one.
 
     Args:
         specs: Cache specs of the layers of this rank, by name.

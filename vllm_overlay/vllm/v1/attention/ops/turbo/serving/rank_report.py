@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which kernels the ranks of an engine run: one line for all, of whoever comes last.
+"""Reports the kernels of an engine's ranks: the last rank to start logs one line.
 
-Nobody waits for anybody: a stage of a pipeline may have no layer that stores K and V,
-and ranks of data parallelism start at times of their own.
+No rank waits for another. A pipeline stage may have no layer that stores K and V, and
+data parallel ranks start at different times.
 """
 
 from functools import cache
@@ -24,36 +24,36 @@ _KEY = "turbo_kernels"
 
 
 def exchange(used: str, rank: int, world_size: int, store: Store) -> list[str] | None:
-    """Tell the others what this rank runs.
+    """Report this rank's kernels to the other ranks.
 
     Args:
-        used: The kernels that it runs, and why.
-        rank: This one's.
-        world_size: Ranks that tell, each once.
+        used: The kernels that this rank runs, and the reason.
+        rank: The index of this rank.
+        world_size: The number of ranks, each of which reports once.
         store: The store of all ranks.
 
     Returns:
-        Each rank's kernels, if this one is the last to tell.
+        Each rank's kernels if this rank is the last to report; else None.
 
     """
     store.set(f"{_KEY}/{rank}", used)
     told = store.add(f"{_KEY}/number", 1)
     keys = [f"{_KEY}/{number}" for number in range(world_size)]
-    # A rank that has been started again has told twice.
+    # A rank that was started again has reported twice.
     if told != world_size or not store.check(keys):
         return None
     return [store.get(key).decode() for key in keys]
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Such as 0-2, 5."""
+    """Ranges of ascending numbers, such as 0-2, 5."""
     runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     bounds = ([number for _, number in run] for _, run in runs)
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in bounds)
 
 
 def describe_ranks(used: list[str]) -> str:
-    """One line of what all ranks run."""
+    """One line on the kernels of all ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(used):
         ranks.setdefault(text, []).append(rank)
@@ -62,9 +62,9 @@ def describe_ranks(used: list[str]) -> str:
 
 
 def log_ranks(used: list[str]) -> None:
-    """Log what all ranks run, as a warning if they do not run the same."""
+    """Log the kernels of all ranks, as a warning if they differ."""
     line = describe_ranks(used)
-    # Reasons may differ where kernels do not.
+    # Only kernels are compared, because reasons may differ.
     if len({text.split()[0] for text in used}) == 1:
         logger.info("%s", line)
         return
@@ -77,7 +77,7 @@ def log_ranks(used: list[str]) -> None:
 
 @cache
 def report_kernels(used: str) -> None:
-    """Have one rank of several log what all run. To be called once in a process."""
+    """Make one of several ranks log the kernels of all; called once in a process."""
     if not model_parallel_is_initialized() or get_world_group().world_size == 1:
         return
     world = get_world_group()

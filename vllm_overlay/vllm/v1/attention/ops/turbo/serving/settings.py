@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is checked of an engine's settings once its layers are known, and what is said
-of settings that do nothing.
-"""
+"""Checks an engine's settings when its layers are known, and warns of idle settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Fields of ``AttentionConfig`` that are read under a turbo dtype alone.
+# Fields of ``AttentionConfig`` that only turbo dtypes read.
 OPTIONS = ("turbo_prefill", "turbo_kernel", "turbo_window")
 SLIDING_WINDOW = "sliding_window"
 
@@ -25,20 +23,22 @@ SLIDING_WINDOW = "sliding_window"
 def check_layers(
     layers: Mapping[str, "AttentionLayerBase"], vllm_config: VllmConfig
 ) -> None:
-    """Check the layers that have turbo pages and the settings that name layers; warn of
-    settings that do nothing.
+    """Check the layers that have turbo pages, and the settings that name layers.
+
+    Settings without an effect are warned of.
 
     Args:
-        layers: All that have a cache on this rank, by name: those of a drafter, too.
+        layers: The layers that have a cache on this rank, by name, also those of a
+            drafter.
         vllm_config: The engine's configuration.
 
     Raises:
         ValueError: If TURBO does not serve a layer that has a turbo dtype, or
-            ``kv_cache_dtype_skip_layers`` names a layer that is not there.
+            ``kv_cache_dtype_skip_layers`` names a layer that does not exist.
 
     """
     engine_dtype = vllm_config.cache_config.cache_dtype
-    # A layer without a dtype of its own, as one with a state, is judged by its spec.
+    # A layer without its own dtype, such as one with a state, is checked by its spec.
     turbo = {
         name: layer
         for name, layer in layers.items()
@@ -69,7 +69,7 @@ def check_layers(
 
 
 def warn_of_options(attention_config: AttentionConfig, cache_dtype: str) -> None:
-    """Warn of options that are set where no layer has a turbo dtype."""
+    """Warn of options that are set although no layer has a turbo dtype."""
     defaults = AttentionConfig()
     options = {name: getattr(attention_config, name) for name in OPTIONS}
     idle = [
@@ -86,13 +86,13 @@ def warn_of_options(attention_config: AttentionConfig, cache_dtype: str) -> None
 
 
 def layer_numbers(names: Sequence[str]) -> list[int]:
-    """The numbers in layers' names, as ``kv_cache_dtype_skip_layers`` has them."""
+    """The numbers in layers' names, as in ``kv_cache_dtype_skip_layers``."""
     parts = {part for name in names for part in name.split(".")}
     return sorted(int(part) for part in parts if part.isdecimal())
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Numbers in words."""
+    """Numbers as a list or a range, for a message."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) > 1 and list(numbers) == list(range(first, last + 1)):
         return f"{first} to {last}"
@@ -102,7 +102,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def check_skipped_layers(
     layers: Mapping[str, "AttentionLayerBase"], vllm_config: VllmConfig
 ) -> None:
-    """Check that what is to be left out is there.
+    """Check that the layers to be left out exist.
 
     Args:
         layers: Layers with a cache dtype on this rank, by name.
@@ -115,7 +115,7 @@ def check_skipped_layers(
     cache_config = vllm_config.cache_config
     entries = cache_config.kv_cache_dtype_skip_layers
     numbers = layer_numbers(list(layers))
-    # Other ranks have other layers, and some of them no K and V.
+    # Other ranks have other layers, some of them without K and V.
     others = range(vllm_config.model_config.get_total_num_hidden_layers())
     unknown = set(entries) - {*map(str, (*numbers, *others)), SLIDING_WINDOW}
     has_all = vllm_config.parallel_config.pipeline_parallel_size == 1
@@ -131,7 +131,7 @@ def check_skipped_layers(
     idle = [entry for entry in entries if entry not in known]
     if idle and has_all:
         logger.warning_once(
-            "--kv-cache-dtype-skip-layers %s: no effect, for no layer with K and V has "
-            "such a number or window.",
+            "--kv-cache-dtype-skip-layers %s: no effect, because no layer with K and V "
+            "has such a number or window.",
             " ".join(idle),
         )

@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 
 
 class TurboImpl(Protocol):
-    """A layer with K and V: see ``TurboAttentionImpl``."""
+    """The part of ``TurboAttentionImpl``, a layer with K and V, that is used here."""
 
     num_kv_heads: int
     head_size: int
@@ -40,7 +40,7 @@ class TurboImpl(Protocol):
 
 
 class TurboLatentImpl(Protocol):
-    """A layer with latents: see ``TurboMLAImpl``."""
+    """The part of ``TurboMLAImpl``, a layer with latents, that is used here."""
 
     num_heads: int
     head_size: int
@@ -49,22 +49,22 @@ class TurboLatentImpl(Protocol):
 
 
 def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -> None:
-    """Check that TURBO serves a layer, of whatever class, that has a turbo dtype.
+    """Check that TURBO serves a layer of any class that has a turbo dtype.
 
     Args:
-        name: The layer's, in the model.
-        layer: Any layer whose ``kv_cache_dtype`` is a turbo one, or that has none. Of
-            the latter, one whose cache spec has no turbo mode is passed.
+        name: The layer's name in the model.
+        layer: A layer whose ``kv_cache_dtype`` is a turbo dtype, or that has none. A
+            layer that has none passes if its cache spec has no turbo mode.
         vllm_config: The engine's configuration.
 
     Raises:
         ValueError: If the layer's backend or implementation is not TURBO's, or its
-            cache spec has not TURBO's bytes; of MLA, too, if its class is not vLLM's:
-            others store latents by kernels of their own.
+            cache spec does not have TURBO's bytes. With MLA also if its class is not
+            vLLM's, because other classes store latents with their own kernels.
 
     """
     if isinstance(layer, TurboWindow):
-        # Its bytes are read by the layer that made it.
+        # Only the layer that made it reads its bytes.
         return
     spec = layer.get_kv_cache_spec(vllm_config)
     cache_dtype: Any = getattr(layer, "kv_cache_dtype", None)
@@ -119,14 +119,13 @@ def turbo_mla_impls(vllm_config: VllmConfig) -> list[TurboLatentImpl]:
 
 
 def share_caches(vllm_config: VllmConfig) -> None:
-    """Have layers that read another's cache know it, and check that they read it as it
-    is stored.
+    """Tell layers that read another's cache, and check that their dtypes agree.
 
-    Gemma 4's drafter is told whose caches it reads when its layers are made.
+    Gemma 4's drafter learns only after its layers are made whose caches it reads.
 
     Raises:
-        ValueError: If a layer's dtype is not that of the layer whose cache it reads,
-            and one of them is a turbo one.
+        ValueError: If a layer's dtype differs from that of the layer whose cache it
+            reads, and one of them is a turbo dtype.
 
     """
     layers = get_layers_from_vllm_config(vllm_config, Attention)
@@ -147,7 +146,7 @@ def share_caches(vllm_config: VllmConfig) -> None:
 
 
 def _kind(impl: TurboImpl) -> tuple[object, ...]:
-    """The key that layers alike have in common."""
+    """The key that layers of the same kind share."""
     runner = impl.runner
     sizes = impl.num_kv_heads, impl.head_size
     features = runner.sinks is not None, runner.logits_soft_cap
@@ -162,7 +161,7 @@ def _token_bytes(impl: TurboImpl) -> int:
 
 
 def _layers(impl: TurboImpl, count: int) -> str:
-    """Words for layers alike: their bytes, and the kernels that serve."""
+    """Words for layers of the same kind: their bytes, and the kernels that serve."""
     slot_bytes = _token_bytes(impl)
     window = impl.runner.sliding_window
     features = "" if window is None else f", sliding window: {window}"
@@ -178,11 +177,11 @@ def _layers(impl: TurboImpl, count: int) -> str:
 
 
 def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
-    """One line of what a cache stores and how it is served.
+    """One line on the bytes of a cache and the kernels that serve it.
 
     Args:
         impls: The layers on this rank that have a turbo dtype.
-        num_unpacked: Layers that have another dtype.
+        num_unpacked: The number of layers that have another dtype.
 
     """
     num_layers = len(impls)
@@ -224,12 +223,12 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
 
 
 def _latent_kind(impl: TurboLatentImpl) -> tuple[object, ...]:
-    """The key that MLA layers alike have in common."""
+    """The key that MLA layers of the same kind share."""
     return impl.runner.layout, impl.num_heads
 
 
 def _latent_layers(impl: TurboLatentImpl, count: int) -> str:
-    """Words for MLA layers alike: their bytes, and the kernels that serve."""
+    """Words for MLA layers of the same kind: their bytes and kernels."""
     layout = impl.runner.layout
     return (
         f"{layout.slot_size} bytes a token and layer (MLA layers: {count}, query "
@@ -239,7 +238,7 @@ def _latent_layers(impl: TurboLatentImpl, count: int) -> str:
 
 
 def describe_latent_cache(impls: list[TurboLatentImpl]) -> str:
-    """One line of what a cache of latents stores and how it is served.
+    """One line on the bytes of a cache of latents and the kernels that serve it.
 
     Args:
         impls: The MLA layers on this rank that have a turbo dtype.
@@ -267,10 +266,10 @@ def _is_first_of_its_layers() -> bool:
 
 
 def prefix_hit_advice(cache_config: CacheConfig) -> str | None:
-    """Advice on a hybrid's prefix hits, if they are of whole blocks.
+    """Advice on a hybrid model's prefix hits, if they are of whole blocks.
 
-    A block is as large as a layer's state, and so the longer the fewer bytes a token
-    takes.
+    A block is as large as a layer's state. So the fewer bytes a token takes, the more
+    tokens a block has.
     """
     if (
         not cache_config.enable_prefix_caching
@@ -287,10 +286,10 @@ def prefix_hit_advice(cache_config: CacheConfig) -> str | None:
 
 
 def pooling_advice(vllm_config: VllmConfig) -> str | None:
-    """Advice on a pooling model's outputs, if they depend on what was cached.
+    """Advice on a pooling model's outputs, if they depend on the cache.
 
-    A request is a prefill alone, which sees its own tokens as they were computed: those
-    that it finds in the cache, and those of its chunks before, as they are stored.
+    A request is only a prefill, which sees its own tokens as computed. It sees tokens
+    of a prefix hit and of earlier chunks as they are stored.
     """
     is_pooling = vllm_config.model_config.runner_type == "pooling"
     if not is_pooling or vllm_config.attention_config.turbo_prefill == "stored":
@@ -304,19 +303,20 @@ def pooling_advice(vllm_config: VllmConfig) -> str | None:
         return None
     flags = " and ".join(f"--disable-{name.replace(' ', '-')}" for name in names)
     return (
-        f"With {' and '.join(names)} one input may get slightly different scores or "
-        "embeddings: tokens of a turbo KV cache are seen as they are stored, others "
-        f"raw. Where these are compared, pass {flags}, which gives those of the "
-        "model's own dtype, or --attention-config.turbo_prefill stored: less exact."
+        f"With {' and '.join(names)} an input may get slightly different scores or "
+        "embeddings each time: tokens in a turbo KV cache are seen as they are stored, "
+        f"others as computed. Where outputs are compared, pass {flags}, which gives "
+        "those of the model's dtype, or --attention-config.turbo_prefill stored, which "
+        "is less exact."
     )
 
 
 def log_turbo_cache(vllm_config: VllmConfig) -> None:
-    """Log ``describe_cache``, or ``describe_latent_cache``, once, of an engine whose
-    memory is profiled, and what there is to know of its prefix hits and outputs.
+    """Log ``describe_cache`` or ``describe_latent_cache``, once, and advice.
 
-    Each stage of a pipeline has layers of its own, and each data parallel rank may run
-    other kernels: all of them say it. What all ranks run is one line more.
+    Every pipeline stage logs it, because stages have different layers. So does every
+    data parallel rank, because ranks may run different kernels. One more line has the
+    kernels of all ranks. The advice is on prefix hits and on outputs of pooling models.
     """
     impls = turbo_impls(vllm_config)
     latent_impls = turbo_mla_impls(vllm_config)

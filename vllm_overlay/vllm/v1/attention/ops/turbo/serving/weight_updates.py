@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The offset of K follows weights that are loaded later.
+"""Updates the offset of K (see ``key_offset``) after later loads of weights.
 
-That is the offset of K (see ``keys.offset``). Engines that start with dummy weights,
-for reinforcement learning, get theirs before the first request, and others after each
-update, by ways that tell nobody. So the biases of K are looked at before the first step
-of requests when none was running: the device has nothing else to do then.
+Engines for reinforcement learning start with dummy weights. They load weights before
+the first request, and new ones with each update, without telling this module. So the
+biases of K are compared before the first step after a time without requests, when the
+device has nothing else to do.
 """
 
 import time
@@ -28,11 +28,11 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
 
-# Seconds between steps of running requests after which biases are looked at, too:
-# seldom does a step take as long, and loading weights takes longer.
+# Seconds between steps of running requests after which biases are also compared. A step
+# seldom takes as long, and loading weights takes longer.
 PAUSE_S = 0.25
 
-# Why an offset does not follow, or what follows from it, and the way out.
+# Messages: why an offset is not updated, or the consequence, and the way out.
 WHILE_REQUESTS_RUN = (
     "requests are running whose keys were stored with it. It follows when none runs: "
     "before weights are loaded let requests end, or pause with clear_cache"
@@ -42,24 +42,24 @@ WITH_A_CONNECTOR = (
     "engine with the weights (--load-format auto), or without --kv-transfer-config"
 )
 STALE_BLOCKS = (
-    "Weights were loaded whose bias of K is up to %.0f apart from that before, and "
-    "requests found blocks in the prefix cache that are of the weights before. Call "
+    "Weights were loaded whose bias of K is up to %.0f apart from the previous one, "
+    "and requests found blocks of the previous weights in the prefix cache. Call "
     "reset_prefix_cache after weights are loaded, whatever the cache dtype."
 )
 LOST_BIASES = (
     "Turbo KV cache: a bias of K that the model had at the start is not found any "
-    "more. The offset of K stays; if answers suffer, start the engine anew."
+    "more. The offset of K stays. If answers suffer, restart the engine."
 )
 
 
 class WeightUpdates:
-    """Has the offsets of K on this rank follow the weights, between requests.
+    """Updates the offsets of K on this rank to the weights, between requests.
 
     Attributes:
-        layers: The biases that offsets follow from.
+        layers: The biases from which offsets follow.
 
     Args:
-        vllm_config: The engine's configuration, its weights loaded.
+        vllm_config: The configuration of an engine whose weights are loaded.
 
     """
 
@@ -74,7 +74,9 @@ class WeightUpdates:
 
     @staticmethod
     def _flat(biases: list[torch.Tensor]) -> torch.Tensor:
-        """All in a row, fp32 on the CPU: one copy, which waits for the device."""
+        """All biases in one fp32 vector on the CPU, by a copy that waits for the
+        device.
+        """
         if not biases:
             return torch.empty(0)
         device = biases[0].device
@@ -82,7 +84,7 @@ class WeightUpdates:
         return row.to("cpu", torch.float32)
 
     def before_step(self, step: SchedulerOutput) -> None:
-        """Look whether weights were loaded, where it costs nothing, and follow them.
+        """Check for loaded weights when it costs nothing, and update offsets to them.
 
         Args:
             step: The step that the model is about to run.
@@ -106,7 +108,7 @@ class WeightUpdates:
             self._look(is_idle, hits)
 
     def _look(self, is_idle: bool, has_prefix_hits: bool) -> None:
-        """Compare the biases with those that offsets were made of."""
+        """Compare the biases with those that offsets were computed from."""
         for layer in self.layers:
             layer.was_reloaded = False
         biases = [bias for x in self.layers if (bias := x.read()) is not None]
@@ -114,7 +116,7 @@ class WeightUpdates:
             logger.warning_once(LOST_BIASES)
             return
         row = self._flat(biases)
-        # Nothing can be done about a NaN, which all outputs are then.
+        # With a NaN all outputs are NaN, and no offset helps.
         if not row.isfinite().all():
             return
         if torch.equal(row, self.made_of):
@@ -136,7 +138,7 @@ class WeightUpdates:
             logger.warning(
                 "Weights were loaded whose bias of K is up to %.0f apart from the one "
                 "that the offset of K is made of. Beyond %.0f a turbo KV cache stores "
-                "keys so badly that answers suffer. The offset stays, for %s.",
+                "keys so badly that answers suffer. The offset stays, because %s.",
                 apart,
                 LONGEST_KEY_BIAS,
                 WITH_A_CONNECTOR if has_connector else WHILE_REQUESTS_RUN,
@@ -144,7 +146,7 @@ class WeightUpdates:
         self.seen = row
 
     def _follow(self, biases: list[torch.Tensor]) -> None:
-        """Have offsets follow from biases, one of each layer."""
+        """Update offsets to biases, one for each layer."""
         without = {}
         for bias, layer in zip(biases, self.layers):
             layer.set_offset(bias)
@@ -168,10 +170,10 @@ _UPDATES: WeakKeyDictionary[WorkerBase, WeightUpdates] = WeakKeyDictionary()
 
 
 def follow_weights(worker: WorkerBase, step: SchedulerOutput) -> None:
-    """Have what turbo pages have of the weights follow what was loaded since.
+    """Update the offsets of K to weights that were loaded since the last step.
 
     Args:
-        worker: Which is about to run a step of its model, loaded.
+        worker: A worker with a loaded model that is about to run a step.
         step: The scheduler's output.
 
     """
