@@ -3,7 +3,6 @@
 """ci/entries.py on small series, each a line of commits."""
 
 import py_compile
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,17 +31,18 @@ class Checkout:
         trailers = "".join(f"Guarded-By: {guard}\n" for guard in guards)
         trees.git(self.root, "commit", "-q", "-m", f"{subject}\n\n{trailers}")
 
+    def compile_unchecked(self) -> None:
+        """Leave bytecode of the format that Python does not compare with a source."""
+        stale = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        path = self.root / "vllm/turbo/format.py"
+        py_compile.compile(str(path), invalidation_mode=stale)
+
     def check(self) -> tuple[int, str]:
         """Run the script; return its status and what it printed."""
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(self.root)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        done = trees.run(sys.executable, SCRIPT, self.root)
         branch = trees.git(self.root, "branch", "--show-current")
         assert branch == "turbo\n"
-        return done.returncode, done.stdout
+        return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -138,10 +138,8 @@ def test_one_case_of_a_guard(checkout: Checkout) -> None:
 def test_stale_bytecode(checkout: Checkout) -> None:
     """Python's cache does not hide what an entry changes."""
     checkout.add("[A] Add", {**PACKAGE, PATH: TEST}, f"{PATH}::test_bits")
-    path = checkout.root / "vllm/turbo/format.py"
-    path.write_text("BITS = 3\n")
-    stale = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    py_compile.compile(str(path), invalidation_mode=stale)
+    (checkout.root / "vllm/turbo/format.py").write_text("BITS = 3\n")
+    checkout.compile_unchecked()
     trees.git(checkout.root, "checkout", "-q", ".")
     status, said = checkout.check()
     assert status == 0, said
@@ -153,9 +151,7 @@ def test_stale_bytecode_of_another_entry(checkout: Checkout) -> None:
     trees.git(checkout.root, "update-ref", "refs/turbo-series/turbo", "HEAD")
     checkout.add("[A] Test", {PATH: TEST}, f"{PATH}::test_bits")
     checkout.add("[A] Change", {"vllm/turbo/format.py": "BITS = 5\n"})
-    stale = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    path = checkout.root / "vllm/turbo/format.py"
-    py_compile.compile(str(path), invalidation_mode=stale)
+    checkout.compile_unchecked()
     status, said = checkout.check()
     assert status == 0, said
 

@@ -14,6 +14,8 @@ import pytest
 import trees
 from trees import ROOT
 
+Calls = Callable[..., list[str]]
+Pins = Callable[[], list[str]]
 STUB = """#!/bin/sh
 # A Python that notes how it is called, and what requirements files hold.
 echo "$*" >>"{log}"
@@ -40,7 +42,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def calls(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Run env.py on an environment whose Python is a stub; return what it was told."""
     folder = tmp_path / "venv"
     log = tmp_path / "calls"
@@ -66,7 +68,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
 
 @pytest.fixture
-def pins(tmp_path: Path) -> Callable[[], list[str]]:
+def pins(tmp_path: Path) -> Pins:
     """The lines of the last run's requirements files."""
     return lambda: sorted((tmp_path / "pins").read_text().splitlines())
 
@@ -89,11 +91,7 @@ def _pin() -> str:
     return f"vllm=={version} " + " ".join(f"--hash=sha256:{h}" for h in hashes)
 
 
-def test_cpu(
-    project: Path,
-    calls: Callable[..., list[str]],
-    pins: Callable[[], list[str]],
-) -> None:
+def test_cpu(calls: Calls, pins: Pins) -> None:
     """The pins are installed in two parts, the wheel by its hashes, then our stand-ins.
 
     All of it is compiled, as pip would do. Nothing else is installed.
@@ -114,11 +112,7 @@ def test_cpu(
     assert pins() == sorted([*_listed("cpu", "test"), _pin()])
 
 
-def test_gpu(
-    project: Path,
-    calls: Callable[..., list[str]],
-    pins: Callable[[], list[str]],
-) -> None:
+def test_gpu(project: Path, calls: Calls, pins: Pins) -> None:
     """The wheel is installed by its hashes, then its dependencies and the tools."""
     wheel, dependencies, tools = calls("--device", "gpu", "--tools", "test")
     assert "--require-hashes" in wheel.split() and "--no-deps" in wheel.split()
@@ -129,11 +123,7 @@ def test_gpu(
         assert "--no-deps" not in call.split()
 
 
-def test_what_is_installed_stays(
-    project: Path,
-    calls: Callable[..., list[str]],
-    pins: Callable[[], list[str]],
-) -> None:
+def test_what_is_installed_stays(project: Path, calls: Calls, pins: Pins) -> None:
     """A second run does nothing; a requirement that has changed is installed again."""
     args = ("--device", "cpu", "--tools", "lint")
     assert len(calls(*args)) == 7
@@ -152,9 +142,7 @@ def test_what_is_installed_stays(
     assert pin.endswith(f"sha256:{'0' * 64}")
 
 
-def test_byte_code_is_left_to_its_first_use(
-    project: Path, calls: Callable[..., list[str]]
-) -> None:
+def test_byte_code_is_left_to_its_first_use(project: Path, calls: Calls) -> None:
     """With --lazy nothing is compiled, nor by a later run that installs nothing."""
     args = ("--device", "cpu", "--tools", "lint")
     assert not any(call.startswith("-c") for call in calls(*args, "--lazy"))
@@ -164,10 +152,7 @@ def test_byte_code_is_left_to_its_first_use(
 
 
 def test_failure_is_told_and_tried_again(
-    project: Path,
-    calls: Callable[..., list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken").touch()
     failed = calls("--device", "cpu", status=1)

@@ -5,7 +5,6 @@
 import os
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,31 +60,59 @@ def project(project: Path, cache: Path) -> Path:
     return project
 
 
+class Step:
+    """A step of the project to a release with some changes, whose pins are known.
+
+    Attributes:
+        project: The project's folder.
+        work: The checkout that the step works in.
+
+    """
+
+    def __init__(self, project: Path, cache: Path, patch: pytest.MonkeyPatch) -> None:
+        self.project, self.work = project, project / "build/step"
+        self.cache, self.patch = cache, patch
+
+    def start(self, *changes: Change) -> int:
+        new = Upstream("vllm", NEW, _release(self.cache, NEW, *changes), {})
+        self.patch.setattr(cli.pins, "find_pins", lambda old, version: new)
+        return self.run(NEW)
+
+    def run(self, *args: str) -> int:
+        return cli.main(self.project, ["step", *args])
+
+    def git(self, *args: str) -> str:
+        return trees.git(self.work, *args)
+
+    def files(self) -> dict[str, bytes]:
+        """The project's files, without those of the step's checkout."""
+        return _files(self.project)
+
+    def assert_applies(self, folder: Path) -> None:
+        """Check that the whole series applies to the new release."""
+        upstream = load_upstream(self.project)
+        assert upstream.version == NEW
+        sdist.unpack(sdist.download(upstream), folder, git=False)
+        target = open_target(str(folder))
+        series = load_series(self.project)
+        apply(series, target)
+        assert verify(series, target) == []
+        assert cli.main(self.project, ["index", "--check"]) == 0
+
+
 @pytest.fixture
-def start(
-    project: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., int]:
-    """Start a step to a release with some changes, whose pins are known."""
-
-    def run(*changes: Change) -> int:
-        new = Upstream("vllm", NEW, _release(cache, NEW, *changes), {})
-        monkeypatch.setattr(cli.pins, "find_pins", lambda old, version: new)
-        return cli.main(project, ["step", NEW])
-
-    return run
-
-
-@pytest.fixture
-def work(project: Path) -> Path:
-    """The checkout that a step works in."""
-    return project / "build/step"
+def step(project: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+    return Step(project, cache, monkeypatch)
 
 
 def _files(project: Path) -> dict[str, bytes]:
-    """The project's files, without those of the step's checkout."""
     paths = (path for path in project.rglob("*") if path.is_file())
     found = {path.relative_to(project).as_posix(): path.read_bytes() for path in paths}
     return {path: data for path, data in found.items() if path[:6] != "build/"}
+
+
+def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
+    return {path for path in before | after if before.get(path) != after.get(path)}
 
 
 def _verdicts(said: str) -> dict[str, str]:
@@ -93,150 +120,117 @@ def _verdicts(said: str) -> dict[str, str]:
     return {name: verdict.strip() for name, verdict in lines}
 
 
-def _applies(project: Path, folder: Path) -> None:
-    """Check that the whole series applies to the new release."""
-    upstream = load_upstream(project)
-    assert upstream.version == NEW
-    sdist.unpack(sdist.download(upstream), folder, git=False)
-    target = open_target(str(folder))
-    series = load_series(project)
-    apply(series, target)
-    assert verify(series, target) == []
-    assert cli.main(project, ["index", "--check"]) == 0
-
-
 def test_without_conflict(
-    project: Path,
-    start: Callable[..., int],
-    work: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    step: Step, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = _files(project)
-    assert start(OFFSET, NEIGHBOUR) == 0
+    before = step.files()
+    assert step.start(OFFSET, NEIGHBOUR) == 0
     assert _verdicts(capsys.readouterr().out) == {
         "cache-dtype.patch": "3-way",
         "backend.patch": "clean",
         "docs.patch": "clean",
         "ci-step.patch": "clean",
     }
-    after = _files(project)
-    assert {path for path in before | after if before.get(path) != after.get(path)} == {
+    after = step.files()
+    assert _changed(before, after) == {
         "UPSTREAM.toml",
         "patches/README.md",
         "patches/cache-dtype.patch",
         "patches/backend.patch",
         "patches/ci-step.patch",
     }
-    _applies(project, tmp_path / "tree")
-    assert cli.main(project, ["export", str(work), "--check"]) == 0
-    trees.git(work, "switch", "-q", "--detach", "refs/turbo-step/new")
-    rules = {finding.rule for finding in lint(project, work)}
+    step.assert_applies(tmp_path / "tree")
+    assert cli.main(step.project, ["export", str(step.work), "--check"]) == 0
+    step.git("switch", "-q", "--detach", "refs/turbo-step/new")
+    rules = {finding.rule for finding in lint(step.project, step.work)}
     assert not rules & {"round-trip", "overlay-new"}
 
 
 def test_conflict(
-    project: Path,
-    start: Callable[..., int],
-    work: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    step: Step, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is written before all is resolved, and half a resolution is refused."""
-    before = _files(project)
-    assert start(NEIGHBOUR, SAME_LINE) == 1
+    before = step.files()
+    assert step.start(NEIGHBOUR, SAME_LINE) == 1
     said = capsys.readouterr().out
     assert _verdicts(said)["docs.patch"] == "clean"
     assert _verdicts(said)["ci-step.patch"] == "conflict, to be resolved"
-    assert f"In {work} resolve and `git add` .buildkite/steps.yaml" in said
+    assert f"In {step.work} resolve and `git add` .buildkite/steps.yaml" in said
 
     def refused(reason: str) -> None:
-        assert cli.main(project, ["step", "--continue"]) == 1
+        assert step.run("--continue") == 1
         assert reason in capsys.readouterr().err
-        assert _files(project) == before
+        assert step.files() == before
 
     refused("resolve and `git add` .buildkite/steps.yaml")
-    trees.git(work, "add", "-A")
+    step.git("add", "-A")
     refused(".buildkite/steps.yaml:5: leftover conflict marker")
-    path = work / ".buildkite/steps.yaml"
+    path = step.work / ".buildkite/steps.yaml"
     path.write_text(RESOLVED)
     refused("resolve and `git add` .buildkite/steps.yaml")
-    trees.git(work, "add", "-A")
-    assert cli.main(project, ["step", "--continue"]) == 0
+    step.git("add", "-A")
+    assert step.run("--continue") == 0
     said = capsys.readouterr().out
     assert list(_verdicts(said).values()) == ["3-way", "clean", "clean", "conflict"]
     assert f"the series is for vllm {NEW} now" in said
-    _applies(project, tmp_path / "tree")
+    step.assert_applies(tmp_path / "tree")
 
 
-def test_continued_by_hand(
-    project: Path, start: Callable[..., int], work: Path, tmp_path: Path
-) -> None:
+def test_continued_by_hand(step: Step, tmp_path: Path) -> None:
     """Plain git may end the rebase as well."""
-    assert start(SAME_LINE) == 1
-    (work / ".buildkite/steps.yaml").write_text(RESOLVED)
-    trees.git(work, "add", "-A")
-    trees.git(work, "-c", "core.editor=true", "rebase", "--continue")
-    (work / "setup.py").write_text("mine\n")
-    assert cli.main(project, ["step", "--continue"]) == 1
-    trees.git(work, "checkout", "-q", "setup.py")
-    assert cli.main(project, ["step", "--continue"]) == 0
-    _applies(project, tmp_path / "tree")
+    assert step.start(SAME_LINE) == 1
+    (step.work / ".buildkite/steps.yaml").write_text(RESOLVED)
+    step.git("add", "-A")
+    step.git("-c", "core.editor=true", "rebase", "--continue")
+    (step.work / "setup.py").write_text("mine\n")
+    assert step.run("--continue") == 1
+    step.git("checkout", "-q", "setup.py")
+    assert step.run("--continue") == 0
+    step.assert_applies(tmp_path / "tree")
 
 
 def test_dropped_patch(
-    project: Path,
-    start: Callable[..., int],
-    work: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    step: Step, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start(SAME_LINE) == 1
-    trees.git(work, "rebase", "--skip")
-    assert cli.main(project, ["step", "--continue"]) == 0
+    assert step.start(SAME_LINE) == 1
+    step.git("rebase", "--skip")
+    assert step.run("--continue") == 0
     assert _verdicts(capsys.readouterr().out)["ci-step.patch"] == "dropped"
-    assert "ci-step" not in (project / "patches/series").read_text()
-    assert not (project / "patches/ci-step.patch").exists()
-    assert not (project / "vllm_overlay/tests").exists()
-    _applies(project, tmp_path / "tree")
+    assert "ci-step" not in (step.project / "patches/series").read_text()
+    assert not (step.project / "patches/ci-step.patch").exists()
+    assert not (step.project / "vllm_overlay/tests").exists()
+    step.assert_applies(tmp_path / "tree")
 
 
-def test_abort(
-    project: Path,
-    start: Callable[..., int],
-    work: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_abort(step: Step, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything is as it was, and the series' branch as well."""
-    before = _files(project)
-    assert start(SAME_LINE) == 1
-    assert cli.main(project, ["step", "--abort"]) == 0
-    assert _files(project) == before
-    assert trees.git(work, "status", "--porcelain") == ""
-    assert trees.git(work, "branch", "--show-current") == "turbo\n"
-    assert cli.main(project, ["export", str(work), "--check"]) == 0
+    before = step.files()
+    assert step.start(SAME_LINE) == 1
+    assert step.run("--abort") == 0
+    assert step.files() == before
+    assert step.git("status", "--porcelain") == ""
+    assert step.git("branch", "--show-current") == "turbo\n"
+    assert cli.main(step.project, ["export", str(step.work), "--check"]) == 0
     for word in ("--continue", "--abort"):
-        assert cli.main(project, ["step", word]) == 1
-        assert f"no step is under way in {work}" in capsys.readouterr().err
-    assert start() == 1
+        assert step.run(word) == 1
+        assert f"no step is under way in {step.work}" in capsys.readouterr().err
+    assert step.start() == 1
     assert "exists and is not empty" in capsys.readouterr().err
-    shutil.rmtree(work)
-    assert start() == 0
+    shutil.rmtree(step.work)
+    assert step.start() == 0
 
 
-def test_changes_of_the_project_meanwhile(
-    project: Path, start: Callable[..., int], work: Path, tmp_path: Path
-) -> None:
+def test_changes_of_the_project_meanwhile(step: Step, tmp_path: Path) -> None:
     """The step does not write over them."""
-    assert start(SAME_LINE) == 1
-    trees.git(work, "rebase", "--skip")
-    overlay = project / "vllm_overlay/vllm/turbo"
+    assert step.start(SAME_LINE) == 1
+    step.git("rebase", "--skip")
+    overlay = step.project / "vllm_overlay/vllm/turbo"
     changes: list[tuple[Path, bytes | None]] = [
         (overlay / "format.py", b"mine\n"),
         (overlay / "new.py", b"mine\n"),
         (overlay / "format.py", None),
-        (project / "patches/backend.patch", b"mine\n"),
-        (project / "UPSTREAM.toml", None),
+        (step.project / "patches/backend.patch", b"mine\n"),
+        (step.project / "UPSTREAM.toml", None),
     ]
     for path, data in changes:
         before = path.read_bytes() if path.exists() else None
@@ -244,27 +238,25 @@ def test_changes_of_the_project_meanwhile(
             path.unlink()
         else:
             path.write_bytes(data)
-        changed = _files(project)
-        assert cli.main(project, ["step", "--continue"]) == 1
-        assert _files(project) == changed
+        changed = step.files()
+        assert step.run("--continue") == 1
+        assert step.files() == changed
         if before is None:
             path.unlink()
         else:
             path.write_bytes(before)
-    assert cli.main(project, ["step", "--continue"]) == 0
+    assert step.run("--continue") == 0
 
 
-def test_interrupted_write(
-    project: Path, start: Callable[..., int], work: Path, tmp_path: Path
-) -> None:
+def test_interrupted_write(step: Step, tmp_path: Path) -> None:
     """A write that was interrupted is made again as a whole."""
-    assert start(SAME_LINE, NEIGHBOUR, OFFSET) == 1
-    trees.git(work, "rebase", "--skip")
-    copy = Path(shutil.copytree(project, tmp_path / "copy"))
-    assert cli.main(project, ["step", "--continue"]) == 0
-    whole = _files(project)
+    assert step.start(SAME_LINE, NEIGHBOUR, OFFSET) == 1
+    step.git("rebase", "--skip")
+    copy = Path(shutil.copytree(step.project, tmp_path / "copy"))
+    assert step.run("--continue") == 0
+    whole = step.files()
     old = _files(copy)
-    changed = sorted(path for path in old | whole if old.get(path) != whole.get(path))
+    changed = sorted(_changed(old, whole))
     for path in changed[::2]:
         if path in whole:
             (copy / path).write_bytes(whole[path])
@@ -277,22 +269,22 @@ def test_interrupted_write(
 @pytest.mark.parametrize(
     "args", [[], [NEW, "--continue"], ["--continue", "--abort"], [NEW, NEW]]
 )
-def test_arguments(project: Path, args: list[str]) -> None:
+def test_arguments(step: Step, args: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.main(project, ["step", *args])
+        step.run(*args)
 
 
 def test_without_a_name_of_ones_own(
-    project: Path, start: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+    step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user's configuration does not matter, nor that there is none."""
     for name in list(os.environ):
         if name.startswith("GIT_"):
             monkeypatch.delenv(name)
-    config = project.parent / "gitconfig"
+    config = step.project.parent / "gitconfig"
     config.write_text("[core]\nautocrlf = true\n[rebase]\nautosquash = true\n")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
-    assert start(OFFSET) == 0
+    assert step.start(OFFSET) == 0
 
 
 def test_pins(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

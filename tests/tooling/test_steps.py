@@ -92,13 +92,22 @@ def sections(tmp_path: Path) -> Run:
     )
 
 
-def test_unknown_step(steps: Run) -> None:
-    """It is refused before anything runs, also behind a step that is known."""
-    for args in (["speed"], ["lint", "speed"], [""]):
-        status, calls, said = steps(*args)
+@pytest.mark.parametrize(
+    ("runner", "known", "words"),
+    [
+        ("steps", "lint", "test.sh: no step"),
+        ("sections", "bench", "gpu.py: no section"),
+    ],
+)
+def test_unknown_name(
+    request: pytest.FixtureRequest, runner: str, known: str, words: str
+) -> None:
+    """It is refused before anything runs, also behind a name that is known."""
+    for args in (["speed"], [known, "speed"], [""]):
+        status, calls, said = request.getfixturevalue(runner)(*args)
         assert status == 2
         assert calls == []
-        assert said == f"test.sh: no step '{args[-1]}'\n"
+        assert said == f"{words} '{args[-1]}'\n"
 
 
 def test_all_is_for_the_engine(steps: Run) -> None:
@@ -210,14 +219,6 @@ def test_interpreter_is_for_machines_without_gpu(steps: Run) -> None:
     assert "TRITON_INTERPRET" not in kernels
     assert "vllm_turbo_cpu_standins" not in kernels
     assert "left out: these tests are for the CPU platform" in said
-
-
-def test_unknown_section(sections: Run) -> None:
-    for args in (["speed"], ["bench", "speed"], [""]):
-        status, calls, said = sections(*args)
-        assert status == 2
-        assert calls == []
-        assert said == f"gpu.py: no section '{args[-1]}'\n"
 
 
 def test_series_must_be_applied(sections: Run) -> None:
