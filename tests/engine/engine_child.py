@@ -7,16 +7,14 @@ belong to a process, so that each configuration has its own.
 """
 
 import gc
-import itertools
 import json
 import os
 import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,177 +26,17 @@ from vllm_turbo_cpu_standins.offloading import emulate_offloading
 from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
 from vllm import LLM, SamplingParams
-from vllm.config import get_layers_from_vllm_config
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.outputs import RequestOutput
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
-from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.keys import bias as key_bias
-from vllm.v1.attention.ops.turbo.keys import offset as key_offset
-from vllm.v1.attention.ops.turbo.serving.weight_updates import WeightUpdates
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, kv_cache_format_id
-from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
-from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from turbo_equality.child import logprobs_of, zeroed_attention  # noqa: E402
+from engine_hooks import StepRecorder, causal_images, changed, reloading  # noqa: E402
+from turbo_equality.child import logprobs_of  # noqa: E402
 
-# The step of a call before which an engine loads other weights in mid-request: prompts
-# are prefilled by then, and some tokens generated.
-RELOADING_STEP = 6
 TRANSFER_ATTEMPTS = 5
-
-
-class StepRecorder:
-    """Notes the scheduler's steps and preemptions.
-
-    Attributes:
-        steps: By step that ran tokens, each request's (new, already computed) tokens.
-        num_preemptions: Requests that were put back into the queue.
-
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[list[tuple[int, int]]] = []
-        self.num_preemptions = 0
-
-    @contextmanager
-    def watching(self) -> Iterator["StepRecorder"]:
-        schedule, preempt = Scheduler.schedule, Scheduler._preempt_request
-
-        def watched_schedule(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-            output = schedule(scheduler, *args, **kwargs)
-            cached = output.scheduled_cached_reqs
-            computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
-            for request in output.scheduled_new_reqs:
-                computed[request.req_id] = request.num_computed_tokens
-            if output.num_scheduled_tokens:
-                self.steps.append(
-                    [
-                        (new, computed[request_id])
-                        for request_id, new in output.num_scheduled_tokens.items()
-                    ]
-                )
-            return output
-
-        def watched_preempt(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-            self.num_preemptions += 1
-            return preempt(scheduler, *args, **kwargs)
-
-        Scheduler.schedule = watched_schedule
-        Scheduler._preempt_request = watched_preempt
-        try:
-            yield self
-        finally:
-            Scheduler.schedule = schedule
-            Scheduler._preempt_request = preempt
-
-
-@contextmanager
-def nan_embedding(token: int) -> Iterator[None]:
-    """Makes one token's embedding NaN, and with it all that is computed from it."""
-    forward = VocabParallelEmbedding.forward
-
-    def broken_forward(
-        layer: VocabParallelEmbedding, input_: torch.Tensor, *args: Any
-    ) -> torch.Tensor:
-        embedded = forward(layer, input_, *args)
-        return embedded.masked_fill((input_ == token).unsqueeze(-1), float("nan"))
-
-    VocabParallelEmbedding.forward = broken_forward
-    try:
-        yield
-    finally:
-        VocabParallelEmbedding.forward = forward
-
-
-@contextmanager
-def without_key_offset() -> Iterator[None]:
-    """Lets layers store K with the bias that the model adds to it."""
-    set_key_offsets = key_bias.set_key_offsets
-    key_bias.set_key_offsets = lambda model: None
-    try:
-        yield
-    finally:
-        key_bias.set_key_offsets = set_key_offsets
-
-
-@contextmanager
-def fixed_key_offset() -> Iterator[None]:
-    """Lets layers keep the offset of K that they start with, whatever their weights."""
-    before_step = WeightUpdates.before_step
-    WeightUpdates.before_step = lambda updates, step: None
-    try:
-        yield
-    finally:
-        WeightUpdates.before_step = before_step
-
-
-@contextmanager
-def short_offset_segments(size: int) -> Iterator[None]:
-    """Lets `size` tokens share an offset of K."""
-    served = interface.OFFSET_SEGMENT
-    interface.OFFSET_SEGMENT = size
-    try:
-        yield
-    finally:
-        interface.OFFSET_SEGMENT = served
-
-
-@contextmanager
-def misled_drafter() -> Iterator[None]:
-    """Lets Gemma 4's drafter read the first caches of each kind, and not the last."""
-    drafters = Gemma4Proposer, Gemma4Speculator
-    wirings = [drafter._setup_gemma4_kv_sharing for drafter in drafters]
-
-    def misled(wire: Callable[..., None]) -> Callable[..., None]:
-        def misled_wire(drafter: Any, *args: Any) -> None:
-            wire(drafter, *args)
-            layers = get_layers_from_vllm_config(drafter.vllm_config, Attention)
-            targets = args[-1]
-            for name in layers.keys() - targets:
-                window = layers[name].sliding_window
-                layers[name].kv_sharing_target_layer_name = min(
-                    target
-                    for target in targets
-                    if layers[target].sliding_window == window
-                )
-
-        return misled_wire
-
-    for drafter, wire in zip(drafters, wirings):
-        drafter._setup_gemma4_kv_sharing = misled(wire)
-    try:
-        yield
-    finally:
-        for drafter, wire in zip(drafters, wirings):
-            drafter._setup_gemma4_kv_sharing = wire
-
-
-@contextmanager
-def causal_images() -> Iterator[None]:
-    """Lets no token see a later one, also of the same image."""
-    build = TurboMetadataBuilder.build
-
-    def causal(
-        builder: TurboMetadataBuilder,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> TurboMetadata:
-        common = replace(common_attn_metadata, mm_req_doc_ranges=None)
-        return build(builder, common_prefix_len, common, fast_build)
-
-    TurboMetadataBuilder.build = causal
-    try:
-        yield
-    finally:
-        TurboMetadataBuilder.build = build
 
 
 def summarise(output: RequestOutput) -> dict[str, Any]:
@@ -210,41 +48,6 @@ def summarise(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "num_cached_tokens": output.num_cached_tokens,
     }
-
-
-def remake_key_offsets(worker: Any) -> None:
-    """Gives each layer the offset of K that belongs to the bias it has now."""
-    model = worker.model_runner.get_model()
-    for layer, _ in key_bias.turbo_layers(model):
-        delattr(layer, key_offset.BUFFER)
-    key_bias.set_key_offsets(model)
-
-
-@contextmanager
-def reloading(llm: LLM, model: str, step: int, remade: bool) -> Iterator[None]:
-    """Lets the engine load another model's weights before a step, counted from 0.
-
-    Args:
-        llm: The engine, in this process.
-        model: A model folder.
-        step: The step.
-        remade: Whether the offset of K follows the weights: a defect.
-
-    """
-    schedule, steps = Scheduler.schedule, itertools.count()
-
-    def watched_schedule(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        if next(steps) == step:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
-            if remade:
-                llm.collective_rpc(remake_key_offsets)
-        return schedule(scheduler, *args, **kwargs)
-
-    Scheduler.schedule = watched_schedule
-    try:
-        yield
-    finally:
-        Scheduler.schedule = schedule
 
 
 def copy_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
@@ -407,7 +210,7 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     outputs = []
     with StepRecorder().watching() as recorder, ExitStack() as stack:
         if call["reloaded"] is not None:
-            arguments = (call["reloaded"], RELOADING_STEP, call["remade_key_offset"])
+            arguments = (call["reloaded"], call["remade_key_offset"])
             stack.enter_context(reloading(llm, *arguments))
         if call["causal_images"]:
             stack.enter_context(causal_images())
@@ -417,11 +220,7 @@ def run_call(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
         hand_over(llm, outputs, call["handed_over"], call["dies"])
     if call["taken_over"] is not None:
         taken(call["taken_over"]).touch()
-    return {
-        "requests": [summarise(output) for output in outputs],
-        "steps": recorder.steps,
-        "num_preemptions": recorder.num_preemptions,
-    }
+    return recorder.result([summarise(output) for output in outputs])
 
 
 def run_pooled(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
@@ -429,17 +228,15 @@ def run_pooled(llm: LLM, call: dict[str, Any]) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": tokens} for tokens in call["prompts"]]
     with StepRecorder().watching() as recorder:
         outputs = llm.encode(prompts, pooling_task=call["pooled"], use_tqdm=False)
-    return {
-        "requests": [
+    return recorder.result(
+        [
             {
                 "data": output.outputs.data.float().flatten().tolist(),
                 "num_cached_tokens": output.num_cached_tokens,
             }
             for output in outputs
-        ],
-        "steps": recorder.steps,
-        "num_preemptions": recorder.num_preemptions,
-    }
+        ]
+    )
 
 
 def count_drafts(llm: LLM) -> dict[str, int]:
@@ -517,19 +314,7 @@ def run_job(job_path: Path, result_path: Path) -> None:
         print(f"engine {name}", flush=True)
         if "kv_transfer_config" in engine["args"]:
             emulate_offloading()
-        with ExitStack() as stack:
-            if engine["zero_attention"]:
-                stack.enter_context(zeroed_attention())
-            if engine["nan_token"] is not None:
-                stack.enter_context(nan_embedding(engine["nan_token"]))
-            if engine["offset_segment"] is not None:
-                stack.enter_context(short_offset_segments(engine["offset_segment"]))
-            if engine["without_key_offset"]:
-                stack.enter_context(without_key_offset())
-            if engine["fixed_key_offset"]:
-                stack.enter_context(fixed_key_offset())
-            if engine["misled_drafter"]:
-                stack.enter_context(misled_drafter())
+        with changed(engine):
             results[name] = run_engine(engine)
     result_path.write_text(json.dumps(results))
 
