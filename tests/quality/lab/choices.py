@@ -8,18 +8,18 @@ figures, and choices.md, a table a question.
 """
 
 import argparse
-import hashlib
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
 import upstream
 from attention import STORED, Cache, LabModel, Reading
 from measure import Comparison
-from report import write_results
+from report import setting, table, write_results
 from rotations import ROTATIONS
 from scalar import ScaleRule
 from variants import (
@@ -228,22 +228,8 @@ def run(args: argparse.Namespace) -> dict:
                 **measured[key],
             }
         )
-    return {"setting": setting(args), "rows": rows}
-
-
-def setting(args: argparse.Namespace) -> dict:
-    """The facts that a reader needs to repeat the run."""
-    on_gpu = torch.device(args.device).type == "cuda"
-    weights = args.model / "model.safetensors"
-    return {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "model": args.model.name,
-        "model_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
-        "text_sha256": hashlib.sha256(args.text.read_bytes()).hexdigest(),
-        "chunks": args.chunks,
-        "length": args.length,
-    }
+    sizes = {"chunks": args.chunks, "length": args.length}
+    return {"setting": setting(args) | sizes, "rows": rows}
 
 
 def markdown(results: dict) -> str:
@@ -258,26 +244,18 @@ def markdown(results: dict) -> str:
         "error of the mean; bytes of a token and KV head; everything is read from the "
         "cache where no row says otherwise. Written by `tests/quality/lab/choices.py`.",
     ]
-    question = None
-    for row in results["rows"]:
-        if row["question"] != question:
-            question = row["question"]
-            lines += ["", f"## {question}", ""]
-            if question in REMARKS:
-                lines += [REMARKS[question], ""]
-            lines += heading(question)
-        lines.append(table_row(row))
+    for question, rows in groupby(results["rows"], lambda row: row["question"]):
+        lines += ["", f"## {question}", ""]
+        if question in REMARKS:
+            lines += [REMARKS[question], ""]
+        columns = ["arm", "bytes", "KL", "99 %", "perplexity", "same top token"]
+        if question == "Prefill":
+            columns += ["KL of first half", "KL of second half"]
+        lines += table([columns, *map(cells_of, rows)])
     return "\n".join(lines) + "\n"
 
 
-def heading(question: str) -> list[str]:
-    columns = ["arm", "bytes", "KL", "99 %", "perplexity", "same top token"]
-    if question == "Prefill":
-        columns += ["KL of first half", "KL of second half"]
-    return ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-
-
-def table_row(row: dict) -> str:
+def cells_of(row: dict) -> list[str]:
     figures = row["all"]
     cells = [
         row["arm"],
@@ -289,7 +267,7 @@ def table_row(row: dict) -> str:
     ]
     if row["question"] == "Prefill":
         cells += [f"{1e3 * row[part]['kl']:.3g}" for part in ("prompt", "decoded")]
-    return "| " + " | ".join(cells) + " |"
+    return cells
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from attention import Cache, LabModel
 from measure import compare
-from report import kl_cell, run_programme, table
+from report import kl_cell, page, run_programme
 from variants import preset
 
 from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
@@ -83,20 +83,17 @@ def measure() -> list[dict]:
 
 def markdown(rows: list[dict]) -> str:
     kinds = [kind for kind in rows[0] if kind != "preset"]
-    lines = [
-        "# What biases of K cost a trained model, by what is taken off",
-        "",
+    title = "What biases of K cost a trained model, by what is taken off"
+    about = (
         f"needle-qwen2, {TEXTS} texts of {LENGTH} bytes, the first {FIRST} positions "
         f"not counted; fp32 on {DEVICE}; KL in millinats a token with the standard "
         f"error of the mean. Segments are of {OFFSET_SEGMENT}. Written by "
-        "`tests/quality/lab/key_offset_model.py`.",
-        "",
-    ]
+        "`tests/quality/lab/key_offset_model.py`."
+    )
     cells = [
         [row["preset"], *(kl_cell(row[kind], 1) for kind in kinds)] for row in rows
     ]
-    lines += table([["preset", *kinds], *cells])
-    return "\n".join(lines) + "\n"
+    return page(title, about, [["preset", *kinds], *cells])
 
 
 if __name__ == "__main__":

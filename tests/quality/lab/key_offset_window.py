@@ -19,7 +19,7 @@ from key_offset_model import (
     segment_means,
 )
 from measure import compare
-from report import kl_cell, run_programme, table
+from report import kl_cell, page, run_programme
 from variants import Variant, preset
 
 from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
@@ -77,17 +77,15 @@ def measure() -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [
-        "# What the offset of K leaves, beside a window and an offset of V",
-        "",
+    title = "What the offset of K leaves, beside a window and an offset of V"
+    about = (
         f"needle-qwen2 under {PRESET}, {TEXTS} texts of {LENGTH} bytes, the first "
         f"{FIRST} positions not counted; fp32; KL in millinats a token with the "
         "standard error of the mean, and in proportion to the exact offset's, by how "
         "many of the newest tokens are seen as they are. Segments of "
         f"{OFFSET_SEGMENT} are served. Written by "
-        "`tests/quality/lab/key_offset_window.py`.",
-        "",
-    ]
+        "`tests/quality/lab/key_offset_window.py`."
+    )
 
     def cell(figures: dict[str, float], exact: dict[str, float]) -> str:
         return f"{kl_cell(figures)}, {figures['kl'] / exact['kl']:.2f}"
@@ -96,8 +94,7 @@ def markdown(rows: list[dict]) -> str:
         [row["offset"], *(cell(row[str(w)], rows[0][str(w)]) for w in WINDOWS)]
         for row in rows
     ]
-    lines += table([["taken off", *WINDOWS], *cells])
-    return "\n".join(lines) + "\n"
+    return page(title, about, [["taken off", *WINDOWS], *cells])
 
 
 if __name__ == "__main__":

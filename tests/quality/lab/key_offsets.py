@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from report import run_programme
+from report import run_programme, table
 from variants import preset
 
 HEAD_SIZE = 128
@@ -148,14 +148,14 @@ def markdown(rows: list[dict]) -> str:
     ]
     for context, presets in PRESETS.items():
         for name in presets:
+            cells = [
+                [row["bias"], f"{row['norm']:.0f}"]
+                + [f"{row[name][kind]:.1f}" for kind in kinds]
+                for row in rows
+                if row["context"] == context
+            ]
             lines += ["", f"## {name}, {context} tokens", ""]
-            lines += ["| bias | norm | " + " | ".join(kinds) + " |"]
-            lines += ["|---" * (len(kinds) + 2) + "|"]
-            for row in rows:
-                if row["context"] == context:
-                    cells = [f"{row[name][kind]:.1f}" for kind in kinds]
-                    head = f"| {row['bias']} | {row['norm']:.0f} | "
-                    lines.append(head + " | ".join(cells) + " |")
+            lines += table([["bias", "norm", *kinds], *cells])
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,6 @@ answer retrieval tasks (the cases that benchmarks/quality.py puts through the en
 """
 
 import argparse
-import hashlib
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 import transformers
 from latent_formats import LatentVariant, latent_variants, rope_variants
 from measure import Comparison
-from report import kl_cell, table, write_results
+from report import kl_cell, setting, table, write_results
 
 QUALITY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(QUALITY.parents[1] / "scripts"), str(QUALITY)]
@@ -239,22 +238,6 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*found, ratio_bar(text, score - ours, score or 1.0, 0.0)]
 
 
-def setting(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """The facts that a reader needs to repeat the run."""
-    on_gpu = torch.device(args.device).type == "cuda"
-    weights = (args.model / "model.safetensors").read_bytes()
-    return {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": args.model.name,
-        "model_sha256": hashlib.sha256(weights).hexdigest(),
-        "text_sha256": hashlib.sha256(args.text.read_bytes()).hexdigest(),
-        "seed": args.seed,
-        "plan": plan.as_dict(),
-    }
-
-
 def cells(row: dict[str, Any]) -> list[str]:
     text, rivals, tasks = row["text"], row["rivals"], row["tasks"]
     return [
@@ -337,7 +320,9 @@ def main() -> None:
     cases = build_cases(args.text, plan, args.seed, args.model)
     variants = [each for name, each in formats.items() if name in wanted]
     rows = measure(lab, cases, variants)
-    results = {"setting": setting(args, plan), "rows": rows, "bars": bars(rows)}
+    more = {"transformers": transformers.__version__, "seed": args.seed}
+    described = setting(args) | more | {"plan": plan.as_dict()}
+    results = {"setting": described, "rows": rows, "bars": bars(rows)}
     write_results(args.output, "latents", results, markdown(results))
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from report import run_programme
+from report import page, run_programme
 from variants import Variant, preset, upstream_preset
 
 HEAD_SIZE = 128
@@ -174,21 +174,15 @@ def measure() -> list[dict]:
 
 def markdown(rows: list[dict]) -> str:
     sizes = {variant.name: variant.num_bytes for variant in variants()}
-    lines = [
-        "# Attention's error on awkward K and V",
-        "",
+    about = (
         f"Relative error of attention's output, in per cent; {NUM_TOKENS} tokens, "
         f"{NUM_HEADS} heads of {HEAD_SIZE}, logits of deviation 2. Bytes of a token "
         "and KV head in the heading. Written by "
-        "`tests/quality/lab/pathologies.py`.",
-        "",
-        "| case | " + " | ".join(f"{n} ({int(b)})" for n, b in sizes.items()) + " |",
-        "|---" * (len(sizes) + 1) + "|",
-    ]
-    for row in rows:
-        cells = [f"{100 * row[name]:.2f}" for name in sizes]
-        lines.append(f"| {row['case']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        "`tests/quality/lab/pathologies.py`."
+    )
+    head = ["case", *(f"{name} ({int(size)})" for name, size in sizes.items())]
+    cells = [[row["case"], *(f"{100 * row[n]:.2f}" for n in sizes)] for row in rows]
+    return page("Attention's error on awkward K and V", about, [head, *cells])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 """Writes the results of the lab's programmes: all figures, and tables of them."""
 
 import argparse
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +21,24 @@ def table(rows: Iterable[Iterable[object]]) -> list[str]:
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     num_columns = lines[0].count(" | ") + 1
     return [lines[0], "|---" * num_columns + "|", *lines[1:]]
+
+
+def page(title: str, about: str, rows: Iterable[Iterable[object]]) -> str:
+    """A page of Markdown: a title, a paragraph, and a table of a head and rows."""
+    return "\n".join([f"# {title}", "", about, "", *table(rows)]) + "\n"
+
+
+def setting(args: argparse.Namespace) -> dict[str, object]:
+    """The machine, the model and the text of a run, by which it can be repeated."""
+    on_gpu = torch.device(args.device).type == "cuda"
+    weights = args.model / "model.safetensors"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "model": args.model.name,
+        "model_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "text_sha256": hashlib.sha256(args.text.read_bytes()).hexdigest(),
+    }
 
 
 def write_results(folder: Path, name: str, figures: dict, tables: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from attention import Cache, Reading
 from measure import Comparison
-from report import kl_cell, run_programme, table
+from report import kl_cell, page, run_programme
 from windows import MODEL, MODELS, load_subject, variants
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -77,18 +77,15 @@ def measure() -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [
-        "# Where an answer weighs many far tokens at once",
-        "",
+    about = (
         f"{CASES} texts of {LENGTH} tokens that give one name {RIVALS} codes; fp32; KL "
         "in millinats of the answer's first digit with the standard error of the mean, "
         "and in how many per cent of the texts it is the same one, by how many of the "
         "newest tokens are seen as they are. Exactly read, the digits have so much of "
         "the probability, and spread it by so many nats (all alike: "
         f"{torch.tensor(RIVALS).log().item():.2f}). Written by "
-        "`tests/quality/lab/rivals.py`.",
-        "",
-    ]
+        "`tests/quality/lab/rivals.py`."
+    )
 
     def cell(figures: dict[str, float]) -> str:
         return f"{kl_cell(figures, 1)}, {100 * figures['agreement']:.0f} %"
@@ -99,8 +96,8 @@ def markdown(rows: list[dict]) -> str:
         + [cell(row[str(w)]) for w in WINDOWS]
         for row in rows
     ]
-    lines += table([head, *cells])
-    return "\n".join(lines) + "\n"
+    title = "Where an answer weighs many far tokens at once"
+    return page(title, about, [head, *cells])
 
 
 if __name__ == "__main__":

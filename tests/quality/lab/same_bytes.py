@@ -20,7 +20,7 @@ from blockcodes import (
     two_codebook_round_trip,
     vector_round_trip,
 )
-from report import run_programme
+from report import run_programme, table
 from scalar import E5M3_OFFSETS, ScaleRule, fitted, gaussian_vectors, relative_error
 
 from vllm.v1.attention.ops.turbo.format import SCALE_OFFSETS, VALUE_CODEBOOKS
@@ -214,22 +214,30 @@ def markdown(rows: list[dict]) -> str:
         "blocks. Codes are scalar where a row says nothing else, and the format's "
         "are V's. Written by `tests/quality/lab/same_bytes.py`.",
     ]
+    head = [
+        "code",
+        "bytes",
+        "error",
+        "of the format's",
+        "bound",
+        "decoding",
+        "encoding",
+    ]
     for bits in (4, 3):
-        lines += [
-            "",
-            f"## {bits} bits",
-            "",
-            "| code | bytes | error | of the format's | bound | decoding | encoding |",
-            "|---|---|---|---|---|---|---|",
-        ]
         own = [row for row in rows if row["bits"] == bits]
-        for row in own:
-            share = row["error"] / own[0]["error"]
-            lines.append(
-                f"| {row['code']} | {row['bytes']:.4g} | {row['error']:.5f} | "
-                f"{100 * share:.0f} % | {row['bound']:.5f} | {row['decode']} | "
-                f"{row['encode']} |"
-            )
+        cells = [
+            [
+                row["code"],
+                f"{row['bytes']:.4g}",
+                f"{row['error']:.5f}",
+                f"{100 * row['error'] / own[0]['error']:.0f} %",
+                f"{row['bound']:.5f}",
+                row["decode"],
+                row["encode"],
+            ]
+            for row in own
+        ]
+        lines += ["", f"## {bits} bits", "", *table([head, *cells])]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ import torch
 from attention import Cache, Reading
 from key_offset_model import DEVICE
 from measure import compare
-from report import kl_cell, run_programme, table
+from report import kl_cell, page, run_programme
 from variants import Variant, as_bfloat16, identity, preset
 from windows import MODELS, load_subject
 
@@ -83,24 +83,18 @@ def measure() -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [
-        "# In which form a page should hold the newest tokens",
-        "",
+    about = (
         f"{TEXTS} texts of {LENGTH} tokens, the first {FIRST} positions not counted; "
         f"fp32 on {DEVICE}; KL in millinats a token with the standard error of the "
         "mean, and how many rows there are; other tokens are as turbo4 stores them. "
-        "Written by `tests/quality/lab/window_rows.py`.",
-        "",
-    ]
+        "Written by `tests/quality/lab/window_rows.py`."
+    )
     cells = [
-        [
-            name,
-            *(f"{kl_cell(x)} ({x['count']})" for x in rows if x["model"] == name),
-        ]
+        [name, *(f"{kl_cell(x)} ({x['count']})" for x in rows if x["model"] == name)]
         for name in MODELS
     ]
-    lines += table([["model", *ROWS], *cells])
-    return "\n".join(lines) + "\n"
+    title = "In which form a page should hold the newest tokens"
+    return page(title, about, [["model", *ROWS], *cells])
 
 
 if __name__ == "__main__":

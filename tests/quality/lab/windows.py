@@ -16,7 +16,7 @@ import torch
 from attention import Cache, LabModel, Reading
 from key_offset_model import DEVICE, rotated_biases, segment_means
 from measure import compare
-from report import kl_cell, run_programme, table
+from report import kl_cell, page, run_programme
 from variants import Variant, as_fp8, preset, upstream_preset
 
 QUALITY = Path(__file__).resolve().parents[1]
@@ -95,23 +95,19 @@ def measure() -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [
-        "# What is lost in the newest tokens",
-        "",
+    about = (
         f"{TEXTS} texts of {LENGTH} tokens, the first {FIRST} positions not counted; "
         f"fp32 on {DEVICE}; KL in millinats a token with the standard error of the "
         "mean, by how many of the newest tokens are seen as they are. Tokens of "
         "needle-llama are words, of the others bytes. Written by "
-        "`tests/quality/lab/windows.py`.",
-        "",
-    ]
+        "`tests/quality/lab/windows.py`."
+    )
     head = ["model", "cache", *WINDOWS]
     cells = [
         [row["model"], row["cache"], *(kl_cell(row[str(w)]) for w in WINDOWS)]
         for row in rows
     ]
-    lines += table([head, *cells])
-    return "\n".join(lines) + "\n"
+    return page("What is lost in the newest tokens", about, [head, *cells])
 
 
 if __name__ == "__main__":
