@@ -25,7 +25,7 @@ from words import ROOT, split_sentences
 
 OPENINGS = ("Of", "What", "Those")
 # The counts when they last fell.
-BOUNDS = {"openings": 815, "long sentences": 56}
+BOUNDS = {"openings": 0, "long sentences": 0}
 SUFFIXES = (".py", ".cu", ".cuh", ".h", ".cc", ".sh")
 LICENCE = re.compile(r"SPDX-|shellcheck |!/")
 # The marks of comments, in languages other than Python and C++.

@@ -357,8 +357,8 @@ class TritonArm(PlainArm):
         return output
 
 
-# The plans of CUDA's decode kernel, by the end of an arm's name: the plans for compute
-# capability 10.0 and 12.0, the plans for 8.0 to 8.9, and Hopper's warpgroups alone.
+# The plans of CUDA's decode kernel, by the end of an arm's name. They are for compute
+# capability 10.0 and 12.0, for 8.0 to 8.9, and for Hopper by warpgroups alone.
 PLANS = {"slices": "SLICES", "slices_8x": "COPYING_SLICES", "warpgroups": "WARPGROUPS"}
 
 
