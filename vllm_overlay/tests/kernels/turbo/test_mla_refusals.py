@@ -314,7 +314,7 @@ def test_recent_window(config, window):
     if window != 16:
         make_impl(changed)
         return
-    with pytest.raises(ValueError, match="turbo_window=16 cannot be had, because of"):
+    with pytest.raises(ValueError, match="turbo_window=16 cannot be had, because MLA"):
         make_impl(changed)
 
 

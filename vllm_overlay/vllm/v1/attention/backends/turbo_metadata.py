@@ -167,7 +167,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         spans = self._find_spans(common)
         extends = []
         rows = [(row, row + 1) for row in sorted({span.request for span in spans})]
-        # Attention to packed pages serves these causally, so they are prefilled, too.
+        # Attention to packed pages serves these only causally: a prefill replaces it.
         rows = [(first, last) for first, last in rows if first < num_decodes]
         num_packed = num_decodes
         if num_prefills > 0:

@@ -58,8 +58,8 @@ class Scoring(NamedTuple):
         sinks: (Hq,) bf16, fp16 or fp32, contiguous: a logit of each query head that
             joins the softmax's sum of weights and has no value; None for none.
         soft_cap: Scores s become cap * tanh(s / cap), in base e and before sinks join
-            them; None for no cap. Not with ``key_offset``: what an offset takes off a
-            score cannot be added back under a cap.
+            them; None for no cap. Not with ``key_offset``: the offset's part of a score
+            cannot be added back under a cap.
         key_offset: (G, H, D) fp32, contiguous, subtracted from cached keys: see
             ``KeyOffset``; None for no offset.
 
@@ -234,7 +234,7 @@ class KeyOffset(NamedTuple):
 
     Attributes:
         table: (G, H, D) fp32, contiguous. Row g is for the ``OFFSET_SEGMENT`` tokens
-            from g * ``OFFSET_SEGMENT`` on, and the last row for all that follow, too.
+            from g * ``OFFSET_SEGMENT`` on. The last row is also for all later tokens.
         seq_lens: (R,) int32 lengths of the step's sequences, query tokens included.
         query_start_loc: (R + 1,) int32, where their tokens begin among the call's.
             Tokens past the last sequence's are padding.

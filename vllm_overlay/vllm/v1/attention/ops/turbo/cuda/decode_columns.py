@@ -20,7 +20,7 @@ CAPABILITY = 90
 # Queries of a KV head that attend in one pass.
 NUM_COLUMNS = 32
 # Numbers of queries of a sequence and KV head that it serves. For fewer,
-# ``cuda.decode`` takes one pass, too. More take several passes of either kernel.
+# ``cuda.decode`` also takes one pass. More take several passes of either kernel.
 # Tuning: us of this kernel / of ``cuda.decode``, 16 x 32768, 2 KV heads of 128, an
 # H200, 2026-11, `benchmark_turbo_decode.py --arms turbo4 turbo4_passes`.
 # 17 queries: 99 / 151. 32 queries: 101 / 154.

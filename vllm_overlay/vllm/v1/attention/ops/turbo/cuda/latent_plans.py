@@ -4,7 +4,7 @@
 
 There are two kernels. One has products of warpgroups, on GPUs of compute capability 9.0
 alone: see latent/segment.cuh. The other has slices of a latent and products of warps,
-from 8.0 on, and is faster for few rows on 9.0, too: see latent/slices_segment.cuh.
+from 8.0 on. It is also faster for few rows on 9.0: see latent/slices_segment.cuh.
 """
 
 from collections.abc import Sequence

@@ -287,7 +287,7 @@ class LatentRunner:
         return max(map(num_bytes, self._largest_scratch()))
 
     def reserve(self, device: torch.device) -> None:
-        """Allocate the largest step's scratch, and what kernels keep for good."""
+        """Allocate the largest step's scratch, and tensors that kernels keep."""
         for specs in self._largest_scratch():
             take_scratch(specs, device)
         # Made here, and not in the memory pool of a CUDA graph.

@@ -625,7 +625,7 @@ class TurboRunner:
         )
 
     def reserve(self, device: torch.device) -> None:
-        """Allocate the largest step's scratch, and what kernels keep for good."""
+        """Allocate the largest step's scratch, and tensors that kernels keep."""
         assert self.kernels is not None
         for specs in self._largest_scratch():
             take_scratch(specs, device)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Plans spans of a prefill's tokens that see each other, as an image's do, on the host.
 
-vLLM describes them as multimodal prefix ranges. A query token of a span sees the span's
-later tokens, too. A call of its own attends to these, and its result is merged with
+vLLM describes them as multimodal prefix ranges. A query token of a span also sees the
+span's later tokens. A separate call attends to these, and its result is merged with
 causal attention's.
 """
 
