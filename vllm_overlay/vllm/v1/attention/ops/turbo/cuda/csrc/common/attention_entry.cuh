@@ -127,7 +127,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      Optional<TensorView> key_offset, double offset_factor,
                      int64_t sliding_window, double soft_cap, bool enable_pdl) {
   static_assert(!(KEY_OFFSET && SOFT_CAP),
-                "a capped score cannot get back what it lacks");
+                "an offset cannot be added back to capped scores");
   check_axes("query", query, 3);
   AttentionParams p =
       params_of(query.size(1), kv_cache, block_table, seq_lens, query_start_loc,

@@ -72,7 +72,7 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
                     Optional<TensorView> value, Optional<TensorView> own_tiles,
                     int64_t sliding_window, Optional<TensorView> sinks,
                     double soft_cap, bool enable_pdl) {
-  static_assert(!KEY_OFFSET, "query tokens' keys have theirs");
+  static_assert(!KEY_OFFSET, "raw keys have no offset to add back");
   turbo::check_axes("query", query, 3);
   const int64_t num_tokens = query.size(0), num_heads = query.size(1);
   turbo::OutputParams p = {};

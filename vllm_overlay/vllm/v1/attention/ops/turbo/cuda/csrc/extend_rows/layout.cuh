@@ -67,7 +67,8 @@ struct RowsPlan {
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr bool kOverlaps = kOverlaps_;
   static constexpr bool kEndsInOutputs = kEndsInOutputs_;
-  static_assert(kNotesQueries || !kEndsInOutputs, "their limits are no others");
+  static_assert(kNotesQueries || !kEndsInOutputs,
+                "outputs need 32-bit limits of rows");
   // Whether shared memory has room for queries. With OutputParams, queries that
   // registers hold are first copied there, as the model has them.
   static constexpr bool kHasQueries = !kHoldsQueries || kEndsInOutputs;

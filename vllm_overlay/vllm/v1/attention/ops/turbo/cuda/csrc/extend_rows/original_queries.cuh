@@ -41,7 +41,8 @@ __device__ __forceinline__ void copy_queries(RowsShared<Plan>& shared,
                                              const OutputSegment& segment,
                                              int group, int lane) {
   constexpr int kRowChunks = HEAD_SIZE / 8, kRowsAtOnce = 32 / kRowChunks;
-  static_assert(Plan::kRowTiles <= 2, "a lane knows of one row");
+  static_assert(Plan::kRowTiles <= 2,
+                "a lane holds the number of one row alone");
   const int first_row = first_warp_row();
   const int column = segment.first_column + Plan::kGroupRows * group +
                      lane / kWarpTileRows * kTileRows + first_row +

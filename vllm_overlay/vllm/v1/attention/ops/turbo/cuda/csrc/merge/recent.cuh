@@ -11,7 +11,7 @@
 namespace turbo {
 
 static_assert(WINDOW_MAX_ROWS <= OFFSET_SEGMENT,
-              "they have two offsets at most");
+              "a window's tokens may have more than two offsets");
 
 // Load a scale, bypassing L1.
 __device__ __forceinline__ float load_scale(const uint8_t* scales, int group) {
