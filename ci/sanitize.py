@@ -43,6 +43,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
     RotatedQuery,
     Scoring,
+    StoreCall,
     Variant,
     WindowUpdate,
 )
@@ -232,7 +233,7 @@ def filled_cache(
         key, value = (
             random(len(stored), NUM_KV_HEADS, layout.head_size) for _ in range(2)
         )
-        cuda_store.store(cache, stored.to(DEVICE), key, value, layout)
+        cuda_store.store(StoreCall(cache, stored.to(DEVICE), key, value, layout))
     return cache
 
 
@@ -270,13 +271,15 @@ def start_windows(
     if key_offset is not None:
         offset = KeyOffset(key_offset, lengths, device_starts)
     cuda_store.store(
-        cache,
-        torch.cat(prior).to(DEVICE),
-        key,
-        value,
-        layout,
-        key_offset=offset,
-        window=WindowUpdate(window, table, lengths, device_starts),
+        StoreCall(
+            cache,
+            torch.cat(prior).to(DEVICE),
+            key,
+            value,
+            layout,
+            key_offset=offset,
+            window=WindowUpdate(window, table, lengths, device_starts),
+        )
     )
     return window
 
@@ -333,16 +336,18 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
             )
             output = torch.empty_like(query)
             cuda_store.store(
-                cache,
-                new_slots,
-                key,
-                value,
-                layout,
-                query,
-                rotated,
-                size**-0.5,
-                key_offset,
-                update,
+                StoreCall(
+                    cache,
+                    new_slots,
+                    key,
+                    value,
+                    layout,
+                    query,
+                    rotated,
+                    size**-0.5,
+                    key_offset,
+                    update,
+                )
             )
             call = AttentionCall(
                 cache, layout, sequences, scoring, output, query, own_newest, window

@@ -173,19 +173,22 @@ class ExtendArm(TurboArm):
             Partials,
             RotatedQuery,
             Scoring,
+            StoreCall,
         )
         from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens
 
         batch, num_rotated = self.batch, self.plan.num_rotated_tokens
         self.kernels.store(
-            self.cache,
-            batch.slot_mapping[:0],
-            batch.key[:0],
-            batch.value[:0],
-            self.layout,
-            batch.query[:num_rotated],
-            RotatedQuery(*(x[:num_rotated] for x in self.rotated_query)),
-            self.scale,
+            StoreCall(
+                self.cache,
+                batch.slot_mapping[:0],
+                batch.key[:0],
+                batch.value[:0],
+                self.layout,
+                batch.query[:num_rotated],
+                RotatedQuery(*(x[:num_rotated] for x in self.rotated_query)),
+                self.scale,
+            )
         )
         for call in self.plan.calls:
             own, count = call.tokens, call.num_partials

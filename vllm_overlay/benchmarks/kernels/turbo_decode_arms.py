@@ -334,7 +334,7 @@ class TurboArm(Arm):
         """Store the tokens before the newest once more, to fill the window."""
         if self.window is None:
             return
-        from vllm.v1.attention.ops.turbo.interface import WindowUpdate
+        from vllm.v1.attention.ops.turbo.interface import StoreCall, WindowUpdate
 
         batch, count = self.batch, self.window.format.num_rows
         slots = [batch.slots(i)[-1 - count : -1] for i in range(len(batch.seq_lens))]
@@ -343,37 +343,29 @@ class TurboArm(Arm):
         heads = batch.shape.num_kv_heads, batch.shape.head_size
         key, value = batch.random(bounds[-1], *heads), batch.random(bounds[-1], *heads)
         lens = batch.seq_lens - 1
-        self.kernels.store(
-            self.cache,
-            torch.cat(slots),
-            key,
-            value,
-            self.layout,
-            window=WindowUpdate(self.window, batch.block_table, lens, starts),
-        )
+        update = WindowUpdate(self.window, batch.block_table, lens, starts)
+        tokens = torch.cat(slots), key, value, self.layout
+        self.kernels.store(StoreCall(self.cache, *tokens, window=update))
 
     def write(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        from vllm.v1.attention.ops.turbo.interface import KeyOffset
+        from vllm.v1.attention.ops.turbo.interface import KeyOffset, StoreCall
 
         num_tokens = len(slots)
         if self.offsets is not None and num_tokens not in self.chunk_offsets:
             bounds = torch.tensor([0, num_tokens], dtype=torch.int32).to(slots.device)
             offset = KeyOffset(self.offsets, bounds[1:], bounds)
             self.chunk_offsets[num_tokens] = offset
-        self.kernels.store(
-            self.cache,
-            slots,
-            key,
-            value,
-            self.layout,
-            key_offset=self.chunk_offsets.get(num_tokens),
-        )
+        offset = self.chunk_offsets.get(num_tokens)
+        tokens = slots, key, value, self.layout
+        self.kernels.store(StoreCall(self.cache, *tokens, key_offset=offset))
 
     def store(self) -> None:
+        from vllm.v1.attention.ops.turbo.interface import StoreCall
+
         batch = self.batch
-        self.kernels.store(
+        call = StoreCall(
             self.cache,
             batch.slot_mapping,
             batch.key,
@@ -384,8 +376,8 @@ class TurboArm(Arm):
             self.scale,
             self.step_offset,
             self.window_update,
-            **self.store_options,
         )
+        self.kernels.store(call, **self.store_options)
 
     def attention(self) -> None:
         from vllm.v1.attention.ops.turbo.interface import (

@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     Partials,
     RotatedQuery,
+    StoreCall,
 )
 
 from .utils import (
@@ -108,14 +109,16 @@ class Step(NamedTuple):
     ) -> None:
         """Store the newest tokens, and rotate the queries."""
         cuda_store.store(
-            cache,
-            self.slots,
-            self.key,
-            self.value,
-            layout,
-            self.query,
-            scratch.rotated,
-            layout.head_size**-0.5,
+            StoreCall(
+                cache,
+                self.slots,
+                self.key,
+                self.value,
+                layout,
+                self.query,
+                scratch.rotated,
+                layout.head_size**-0.5,
+            ),
             enable_pdl=enable_pdl,
         )
 
@@ -173,7 +176,7 @@ def fill(
 ) -> None:
     """Store K and V of a sequence, each (T, H, D), with the kernel."""
     slots = slots_of(block_table_row, 0, key.shape[0], BLOCK_SIZE)
-    cuda_store.store(cache, slots, key, value, layout)
+    cuda_store.store(StoreCall(cache, slots, key, value, layout))
 
 
 def random_sequences(

@@ -9,7 +9,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import RotatedQuery
+from vllm.v1.attention.ops.turbo.interface import RotatedQuery, StoreCall
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .utils import DEVICE, gaussian, layer_caches, spread_pages
@@ -62,8 +62,8 @@ def check_bytes(
     shape = (layout, num_blocks, key.shape[1], block_size, cache_layout)
     expected_buffer, expected = layer_caches(*shape)
     buffer, caches = layer_caches(*shape)
-    reference.store(expected[1], slots, key, value, layout)
-    store(caches[1], slots, key, value, layout)
+    reference.store(StoreCall(expected[1], slots, key, value, layout))
+    store(StoreCall(caches[1], slots, key, value, layout))
     assert torch.equal(buffer, expected_buffer)
     num_stored = int((slots >= 0).sum())
     num_written = int((buffer != 0xFF).sum())
@@ -127,9 +127,18 @@ def check_rotated_query(
     query_scale = torch.full(query.shape[:2], math.nan, device=DEVICE)
     slots = random_slots(num_tokens, 48)
     store(
-        cache, slots, key, key, layout, query, RotatedQuery(rotated, query_scale), 0.3
+        StoreCall(
+            cache,
+            slots,
+            key,
+            key,
+            layout,
+            query,
+            RotatedQuery(rotated, query_scale),
+            0.3,
+        )
     )
-    reference.store(expected_cache, slots, key, key, layout)
+    reference.store(StoreCall(expected_cache, slots, key, key, layout))
     assert torch.equal(cache, expected_cache)
     factor = 0.3 * math.log2(math.e) * layout.key_codebook.gain
     expected = reference.rotate(query) * factor
@@ -149,6 +158,6 @@ def check_page_beyond_4_gib(store: Store, name: str) -> None:
     key = gaussian(6, 2, 128, dtype=torch.bfloat16)
     position = torch.tensor([0, 15, 3, 7, 1, 14], device=DEVICE)
     block = torch.tensor([0, 1, 2, 0, 1, 2], device=DEVICE)
-    reference.store(expected, block * 16 + position, key, key, layout)
-    store(cache, blocks[block] * 16 + position, key, key, layout)
+    reference.store(StoreCall(expected, block * 16 + position, key, key, layout))
+    store(StoreCall(cache, blocks[block] * 16 + position, key, key, layout))
     assert torch.equal(cache[blocks], expected)

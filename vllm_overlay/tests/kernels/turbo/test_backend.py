@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlanner
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
@@ -286,7 +287,9 @@ def test_batch_of_one_step_after_another(folder, path):
         impl.runner.layout, whole.cache.shape[0], NUM_KV_HEADS, BLOCK_SIZE
     )
     slots = whole.common.slot_mapping[:40]
-    reference.store(expected, slots, whole.key, whole.value, impl.runner.layout)
+    reference.store(
+        StoreCall(expected, slots, whole.key, whole.value, impl.runner.layout)
+    )
     assert torch.equal(whole.cache, expected)
 
 

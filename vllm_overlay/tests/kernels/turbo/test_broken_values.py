@@ -13,6 +13,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
 from .backend_utils import (
@@ -88,7 +89,9 @@ def store_broken(layer: Layer, batch: Batch, slots: torch.Tensor) -> None:
     shape = (slots.numel(), NUM_KV_HEADS, HEAD_SIZE)
     broken = torch.empty(shape, dtype=FP16, device=DEVICE)
     fill(broken)
-    reference.store(batch.cache, slots, broken, broken, layer.impl.runner.layout)
+    reference.store(
+        StoreCall(batch.cache, slots, broken, broken, layer.impl.runner.layout)
+    )
 
 
 def pages(batch: Batch, row: int) -> torch.Tensor:

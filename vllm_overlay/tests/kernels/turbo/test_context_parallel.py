@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 from vllm.v1.attention.ops import dcp
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
-from vllm.v1.attention.ops.turbo.interface import KernelSet
+from vllm.v1.attention.ops.turbo.interface import KernelSet, StoreCall
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.layer import warm_up
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
@@ -237,11 +237,13 @@ class Scene:
             layout = rank.impl.runner.layout
             for row, (_, context) in enumerate(requests):
                 reference.store(
-                    rank.cache,
-                    rank.slots(row, 0, context),
-                    self.key[row][:context],
-                    self.value[row][:context],
-                    layout,
+                    StoreCall(
+                        rank.cache,
+                        rank.slots(row, 0, context),
+                        self.key[row][:context],
+                        self.value[row][:context],
+                        layout,
+                    )
                 )
             self.ranks.append(rank)
 

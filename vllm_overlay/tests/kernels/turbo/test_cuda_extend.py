@@ -16,7 +16,12 @@ from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    Partials,
+    RotatedQuery,
+    StoreCall,
+)
 
 from .test_cuda_multi import (
     ATTENTION,
@@ -170,7 +175,7 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
     for row, length in enumerate(seq_lens):
         slots = slots_of(batch.table[row], length - 1, length, BLOCK_SIZE)
         large = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
-        reference.store(batch.cache, slots, large, large, LAYOUT)
+        reference.store(StoreCall(batch.cache, slots, large, large, LAYOUT))
         batch.key[batch.starts[row + 1] - 1] *= 100
         batch.value[batch.starts[row + 1] - 1] *= 100
     after = batch.decode(kernel, with_newest)
@@ -297,7 +302,7 @@ def test_large_scores(kernel, layout, score):
         slots = slots_of(table[row], 0, length, 16)
         value = gaussian(length, NUM_KV_HEADS, layout.head_size, seed=row)
         repeated = key.expand(length, -1, -1).contiguous()
-        reference.store(cache, slots, repeated, value, layout)
+        reference.store(StoreCall(cache, slots, repeated, value, layout))
         expected.append(reference.load(cache, slots, layout)[1].mean(0))
     query = reference.rotate(key).expand(len(seq_lens), -1, -1)
     query = query.repeat_interleave(4, 1)
@@ -318,7 +323,7 @@ def test_keys_of_very_different_lengths(kernel, layout):
     key = gaussian(length, NUM_KV_HEADS, layout.head_size, seed=5)
     key *= 2.0 ** torch.arange(8, -8, -1, device=DEVICE)[:, None, None]
     slots = slots_of(table[0], 0, length, 16)
-    reference.store(cache, slots, key, key, layout)
+    reference.store(StoreCall(cache, slots, key, key, layout))
     keys, values = (x.double() for x in reference.load(cache, slots, layout))
     query = 0.1 * gaussian(1, 2 * NUM_KV_HEADS, layout.head_size).to(FP16)
     output, lse = extend_pages(kernel, query, cache, table, [length], layout, 0.125)

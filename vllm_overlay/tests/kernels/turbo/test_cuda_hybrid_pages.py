@@ -12,6 +12,7 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from .store_checks import check_bytes
@@ -84,7 +85,7 @@ class Windowed(Batch):
             slots = slots_of(self.table[row], first, length, self.block_size)
             shape = (len(slots), NUM_KV_HEADS, self.layout.head_size)
             key, value = (gaussian(*shape, dtype=dtype, seed=s) for s in (row, row + 9))
-            reference.store(self.cache, slots, key, value, self.layout)
+            reference.store(StoreCall(self.cache, slots, key, value, self.layout))
 
 
 class Whole(Batch):

@@ -19,7 +19,7 @@ from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.cuda.family import load_instance
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, StoreCall
 
 from .cuda_steps import (
     BLOCK_SIZE,
@@ -233,14 +233,16 @@ def test_kernels_run_where_their_tensors_are(kernel):
         pages = cache.to(device)
         scratch = Scratch(*(x.to(device) for x in Scratch.of(step.query, 6)))
         cuda_store.store(
-            pages,
-            there.slots,
-            there.key,
-            there.value,
-            LAYOUT,
-            there.query,
-            scratch.rotated,
-            128**-0.5,
+            StoreCall(
+                pages,
+                there.slots,
+                there.key,
+                there.value,
+                LAYOUT,
+                there.query,
+                scratch.rotated,
+                128**-0.5,
+            )
         )
         attend(kernel, there, pages, scratch)
         assert torch.accelerator.current_device_index() == 0
@@ -269,7 +271,7 @@ def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, k
     cache = torch.zeros_like(new_cache(LAYOUT, 1))
     with pytest.raises(LaunchRefused, match="^cudaError"):
         if kernel == "store":
-            cuda_store.store(cache, step.slots, step.key, step.value, LAYOUT)
+            cuda_store.store(StoreCall(cache, step.slots, step.key, step.value, LAYOUT))
         elif kernel == "merge":
             call = merge_call(step.batch, scratch.output, NUM_KV_HEADS)
             cuda_merge.merge_splits(scratch.partials, call)

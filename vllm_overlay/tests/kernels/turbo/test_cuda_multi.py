@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OutputScratch,
     Partials,
     RotatedQuery,
+    StoreCall,
     num_own_tiles,
 )
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
@@ -499,7 +500,7 @@ def test_later_tokens_change_no_bit(kernel, with_newest):
     for row, length in enumerate(seq_lens):
         slots = slots_of(batch.table[row], length - 1, length, BLOCK_SIZE)
         large = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
-        reference.store(batch.cache, slots, large, large, LAYOUT)
+        reference.store(StoreCall(batch.cache, slots, large, large, LAYOUT))
         batch.key[batch.starts[row + 1] - 1] *= 100
         batch.value[batch.starts[row + 1] - 1] *= 100
     after = batch.decode(kernel, with_newest)
@@ -529,7 +530,7 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
             key = gaussian(length, NUM_KV_HEADS, 128, dtype=FP16, seed=2 * row + 100)
             value = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
             key = key[token : token + 1]
-            reference.store(batch.cache, slots, key, value.to(FP16), LAYOUT)
+            reference.store(StoreCall(batch.cache, slots, key, value.to(FP16), LAYOUT))
         after = batch.decode(kernel, False, num_splits=1)
         is_equal = (before == after).flatten(1).all(1).view(-1, query_len)
         assert is_equal[:, :place].all() and not is_equal[:, place:].any()

@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.store import StoreTuning
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import KeyOffset, OffsetScores
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, OffsetScores, StoreCall
 
 from .store_checks import random_slots
 from .test_cuda_multi import (
@@ -309,14 +309,16 @@ def test_store(layout, dtype, parts, num_seqs):
         for _ in range(2)
     ]
     stored = (key.float() - of_tokens).to(dtype)
-    reference.store(caches[0], slots, stored, value, layout)
+    reference.store(StoreCall(caches[0], slots, stored, value, layout))
     cuda_store.store(
-        caches[1],
-        slots,
-        key,
-        value,
-        layout,
-        key_offset=KeyOffset(offsets, ints(seq_lens), ints(starts)),
+        StoreCall(
+            caches[1],
+            slots,
+            key,
+            value,
+            layout,
+            key_offset=KeyOffset(offsets, ints(seq_lens), ints(starts)),
+        ),
         tuning=StoreTuning(parts, 64),
     )
     assert torch.equal(*caches)
@@ -348,12 +350,14 @@ def test_tables_that_are_not_taken(name):
             batch.decode(kernel, False, offset=offset)
     with pytest.raises(error, match=f"key_offset: {message}"):
         cuda_store.store(
-            batch.cache,
-            torch.full((1,), -1, device=DEVICE),
-            batch.key,
-            batch.value,
-            LAYOUT,
-            key_offset=KeyOffset(table, ints([40]), ints([0, 1])),
+            StoreCall(
+                batch.cache,
+                torch.full((1,), -1, device=DEVICE),
+                batch.key,
+                batch.value,
+                LAYOUT,
+                key_offset=KeyOffset(table, ints([40]), ints([0, 1])),
+            )
         )
 
 
@@ -379,10 +383,12 @@ def test_lengths_that_are_not_taken():
     ):
         with pytest.raises(ValueError, match=message):
             cuda_store.store(
-                batch.cache,
-                torch.full((1,), -1, device=DEVICE),
-                batch.key,
-                batch.value,
-                LAYOUT,
-                key_offset=KeyOffset(batch.offsets, ints(seq_lens), ints(starts)),
+                StoreCall(
+                    batch.cache,
+                    torch.full((1,), -1, device=DEVICE),
+                    batch.key,
+                    batch.value,
+                    LAYOUT,
+                    key_offset=KeyOffset(batch.offsets, ints(seq_lens), ints(starts)),
+                )
             )

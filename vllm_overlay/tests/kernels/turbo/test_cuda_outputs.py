@@ -25,6 +25,7 @@ from vllm.v1.attention.ops.turbo.formats.rotation import rotation_signs
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     OutputScratch,
+    StoreCall,
 )
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
@@ -153,9 +154,9 @@ def test_queries_are_rotated_once(folder, requests):
     runner = layer.impl.runner
     store, rotated = runner.kernels.store, []
 
-    def noting(cache, slots, key, value, layout, query, *args: Any) -> None:
-        rotated.append(query.shape[0])
-        store(cache, slots, key, value, layout, query, *args)
+    def noting(call: StoreCall) -> None:
+        rotated.append(call.query.shape[0])
+        store(call)
 
     runner.kernels = runner.kernels._replace(store=noting)
     layer.check(requests)
@@ -261,7 +262,7 @@ def test_broken_neighbours(folder, broken, where):
             context = torch.zeros(40, NUM_KV_HEADS, HEAD_SIZE, dtype=FP16)
             break_tokens(context, slice(0, 40))
             context = context.to(DEVICE)
-            reference.store(batch.cache, slots, context, context, LAYOUT)
+            reference.store(StoreCall(batch.cache, slots, context, context, LAYOUT))
         outputs.append(layer.run(batch).split([20, 18]))
     sound, found = outputs
     assert torch.equal(found[1 - broken], sound[1 - broken])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 
 from .test_cuda_multi import (
     BLOCK_SIZE,
@@ -170,7 +171,7 @@ def test_scores_far_below_zero(kernel):
     shape = (length, NUM_KV_HEADS, LAYOUT.head_size)
     key, value = gaussian(*shape, seed=4) - 40 * direction, gaussian(*shape, seed=5)
     slots = slots_of(batch.table[0], 0, length, BLOCK_SIZE)
-    reference.store(batch.cache, slots, key.to(BF16), value.to(BF16), LAYOUT)
+    reference.store(StoreCall(batch.cache, slots, key.to(BF16), value.to(BF16), LAYOUT))
     batch.slide(17)
     check_offset(batch, kernel, False)
 

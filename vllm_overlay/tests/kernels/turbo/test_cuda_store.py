@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.cuda.store import (
     store,
 )
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import RotatedQuery
+from vllm.v1.attention.ops.turbo.interface import RotatedQuery, StoreCall
 
 from .store_checks import (
     Store,
@@ -134,7 +134,7 @@ def test_partial_blocks(name, num_tokens, parts):
     value = gaussian(num_tokens, 1, 128, dtype=BF16, seed=1)
     query = gaussian(130, 5, 128, dtype=BF16, seed=2)
     slots = random_slots(num_tokens, 64)
-    reference.store(expected, slots, key, value, layout)
+    reference.store(StoreCall(expected, slots, key, value, layout))
     rows = []
     for num_queries in (130, 3):
         _, (cache, *_) = layer_caches(*shape)
@@ -142,7 +142,7 @@ def test_partial_blocks(name, num_tokens, parts):
         query_scale = torch.zeros(num_queries, 5, device=DEVICE)
         outputs = (query[:num_queries], RotatedQuery(rotated, query_scale))
         tuning = StoreTuning(parts, 128)
-        store(cache, slots, key, value, layout, *outputs, tuning=tuning)
+        store(StoreCall(cache, slots, key, value, layout, *outputs), tuning=tuning)
         assert torch.equal(cache, expected)
         rows.append((rotated, query_scale))
     assert (rows[0][0] != 0).any(-1).all() and (rows[0][1] > 0).all()
@@ -165,6 +165,6 @@ def test_stream_stays(monkeypatch):
     cache = torch.zeros(2, 1, 16, layout.slot_size, dtype=torch.uint8, device=DEVICE)
     key = gaussian(3, 1, 128, dtype=BF16)
     stream = torch.cuda.current_stream()
-    store(cache, torch.arange(3, device=DEVICE), key, key, layout)
+    store(StoreCall(cache, torch.arange(3, device=DEVICE), key, key, layout))
     assert torch.cuda.current_stream() == stream
     assert cache.any()

@@ -26,6 +26,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
     RecentWindow,
     RotatedQuery,
+    StoreCall,
     WindowUpdate,
 )
 from vllm.v1.attention.ops.turbo.reference.window import (
@@ -148,8 +149,10 @@ class Scene:
             for window in self.windows
         )
         tokens = mapping, self.key, self.value, self.layout
-        cuda_store.store(self.caches[0], *tokens, key_offset=offset, window=own)
-        reference.store(self.caches[1], *tokens, offset)
+        cuda_store.store(
+            StoreCall(self.caches[0], *tokens, key_offset=offset, window=own)
+        )
+        reference.store(StoreCall(self.caches[1], *tokens, key_offset=offset))
         update_window(other, self.caches[1], *tokens, offset)
 
     def counts(self) -> list[int]:

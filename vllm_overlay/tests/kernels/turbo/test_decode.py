@@ -10,7 +10,12 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RotatedQuery
+from vllm.v1.attention.ops.turbo.interface import (
+    DecodeBatch,
+    Partials,
+    RotatedQuery,
+    StoreCall,
+)
 
 from .utils import (
     BF16,
@@ -300,7 +305,9 @@ def test_quality_against_unquantised(name, bound):
     layout = TurboFormat.from_cache_dtype(name, 128)
     key, value = gaussian(128, 1, 128, dtype=BF16), gaussian(128, 1, 128, seed=1)
     cache = new_cache(layout, 8, 1, 16)
-    reference.store(cache, torch.arange(128, device=DEVICE), key, value, layout)
+    reference.store(
+        StoreCall(cache, torch.arange(128, device=DEVICE), key, value, layout)
+    )
     query = gaussian(8, 4, 128, dtype=BF16, seed=2)
     table = torch.arange(8, dtype=torch.int32, device=DEVICE)
     output = decode(query, cache, table.expand(8, 8).contiguous(), [128] * 8, layout, 1)

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 from vllm.v1.attention.backends.turbo_window import window_choice
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
@@ -218,7 +219,7 @@ class Layer:
         layout = impl.runner.layout
         if impl.runner.shares_cache:
             tokens = batch.common.slot_mapping, batch.key, batch.value
-            reference.store(batch.cache, *tokens, layout)
+            reference.store(StoreCall(batch.cache, *tokens, layout))
         batch.cache = in_pages(batch.cache, case["pages"], layout)
         if case["soft cap"]:
             batch.query *= 3

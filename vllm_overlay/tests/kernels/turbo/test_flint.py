@@ -15,6 +15,7 @@ from vllm.models.flint.configs import FlintConfig
 from vllm.models.flint.model import FlintAttention
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 
 from .backend_utils import (
     HEAD_SIZE,
@@ -114,7 +115,7 @@ def test_pages_and_outputs(config, layer_idx, path):
     batch.value = v
     expected = batch.cache.clone()
     slots = batch.common.slot_mapping
-    reference.store(expected, slots, batch.key, v, impl.runner.layout)
+    reference.store(StoreCall(expected, slots, batch.key, v, impl.runner.layout))
 
     name = layer.layer_name
     with set_forward_context(

@@ -19,7 +19,7 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.interface import KeyOffset
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, StoreCall
 
 from .utils import all_head_sizes, all_presets
 
@@ -61,7 +61,7 @@ def stored(layout: TurboFormat, tokens: tuple[int, ...] | None = None) -> torch.
     slots = torch.arange(NUM_TOKENS)
     if tokens is not None:
         slots[[n for n in range(NUM_TOKENS) if n not in tokens]] = -1
-    reference.store(cache, slots, x[0], x[1], layout)
+    reference.store(StoreCall(cache, slots, x[0], x[1], layout))
     return cache
 
 
@@ -74,12 +74,14 @@ def stored_with_offset(
     cache = empty_page(layout).to(device)
     bounds = torch.tensor([0, NUM_TOKENS], dtype=torch.int32, device=device)
     store(
-        cache,
-        torch.arange(NUM_TOKENS, device=device),
-        (key.float() + offset).bfloat16().to(device),
-        value.to(device),
-        layout,
-        key_offset=KeyOffset(offset[None].to(device), bounds[1:], bounds),
+        StoreCall(
+            cache,
+            torch.arange(NUM_TOKENS, device=device),
+            (key.float() + offset).bfloat16().to(device),
+            value.to(device),
+            layout,
+            key_offset=KeyOffset(offset[None].to(device), bounds[1:], bounds),
+        )
     )
     return cache.cpu()
 

@@ -18,6 +18,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     Partials,
     RotatedQuery,
+    StoreCall,
     check_pages,
 )
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
@@ -57,7 +58,9 @@ def zeros(*shape: int, dtype: torch.dtype = FP16) -> torch.Tensor:
 def call_store(store: Callable[..., None], pages: torch.Tensor) -> None:
     """Store one token of slot -1."""
     vectors = zeros(1, NUM_KV_HEADS, LAYOUT.head_size)
-    store(pages, torch.full((1,), -1, device=DEVICE), vectors, vectors, LAYOUT)
+    store(
+        StoreCall(pages, torch.full((1,), -1, device=DEVICE), vectors, vectors, LAYOUT)
+    )
 
 
 def call_attention(attend: Callable[..., None], pages: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadataBuilder,
 )
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.serving import startup
 from vllm.v1.attention.ops.turbo.serving.startup import describe_cache
@@ -253,14 +254,16 @@ def test_queries_are_rotated_alone(tmp_path: Path, path, num_queries, dtype):
             torch.full(query.shape[:2], 7.0, device=DEVICE),
         )
         impl.runner.kernels.store(
-            cache,
-            slots[:count],
-            key[:count],
-            key[:count],
-            impl.runner.layout,
-            query,
-            rotated,
-            0.125,
+            StoreCall(
+                cache,
+                slots[:count],
+                key[:count],
+                key[:count],
+                impl.runner.layout,
+                query,
+                rotated,
+                0.125,
+            )
         )
         found.append(rotated)
     for beside, alone in zip(*found):

@@ -26,6 +26,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OffsetScores,
     Partials,
     RotatedQuery,
+    StoreCall,
 )
 
 from .backend_utils import (
@@ -69,19 +70,13 @@ def store(
     from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
     scale = factor / LOG2_E / layout.key_codebook.gain
-    triton_store.store(
-        kv_cache,
-        slot_mapping,
-        key,
-        value,
-        layout,
-        query,
-        RotatedQuery(rotated_query, query_scale),
-        scale,
-        None
-        if key_offset is None
-        else KeyOffset(key_offset, seq_lens, query_start_loc),
-    )
+    rotated = RotatedQuery(rotated_query, query_scale)
+    tokens = kv_cache, slot_mapping, key, value, layout
+    call = StoreCall(*tokens, query, rotated, scale)
+    if key_offset is not None:
+        offset = KeyOffset(key_offset, seq_lens, query_start_loc)
+        call = call._replace(key_offset=offset)
+    triton_store.store(call)
 
 
 def attend(

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import Scoring
+from vllm.v1.attention.ops.turbo.interface import Scoring, StoreCall
 from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
 from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
 from vllm.v1.attention.ops.turbo.planning.prefill import (
@@ -226,7 +226,7 @@ def check_prefill(
         slots_of(table[row], context, length, block_size)
         for row, (context, length) in enumerate(zip(context_lens, seq_lens))
     ]
-    reference.store(cache, torch.cat(rows), key, value, layout)
+    reference.store(StoreCall(cache, torch.cat(rows), key, value, layout))
 
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int()
     plan = plan_prefill(

@@ -12,7 +12,7 @@ import torch
 
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import choose as kernels
-from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
+from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON, StoreCall
 from vllm.v1.attention.ops.turbo.layer import launching, warm_up
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
@@ -62,9 +62,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator[Ranks]:
     def recording(name: str, reason: str) -> TritonKernels:
         own = TritonKernels(reason)
 
-        def store(*args: object) -> None:
+        def store(call: StoreCall) -> None:
             ranks.stores.append(name)
-            own.store(*args)
+            own.store(call)
 
         return own._replace(store=store, name=name)
 

@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.format import (
     Codebook,
     TurboFormat,
 )
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.reference import codec as codec
 from vllm.v1.attention.ops.turbo.reference.bytes import (
     pack_codes,
@@ -304,7 +305,7 @@ def test_store_touches_its_bytes_only(name, head_size):
     cache = caches[1]
     key, value = gaussian(6, 2, head_size), gaussian(6, 2, head_size, seed=1)
     slots = torch.tensor([3 * 32 + 17, 0, -1, 3 * 32 + 15], device=cache.device)
-    reference.store(cache, slots, key, value, layout)
+    reference.store(StoreCall(cache, slots, key, value, layout))
     untouched = torch.ones_like(buffer, dtype=torch.bool).cpu()
     region = cache.shape[2] * cache.shape[3]
     rows = torch.cat(reference.tile_addresses(layout), 1)
@@ -318,5 +319,5 @@ def test_store_touches_its_bytes_only(name, head_size):
     assert (buffer.cpu()[untouched] == 0xFF).all()
     # Every other byte was written, as a page of zeros shows.
     buffer.fill_(0)
-    reference.store(cache, slots, key, value, layout)
+    reference.store(StoreCall(cache, slots, key, value, layout))
     assert (buffer.cpu()[untouched] == 0).all()

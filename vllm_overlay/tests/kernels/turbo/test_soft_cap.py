@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.interface import LOG2_E
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, StoreCall
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.triton.soft_cap import capped, in_base_2
 
@@ -78,7 +78,7 @@ def check(
     batch = Batch.make(impl, requests)
     if impl.runner.shares_cache:
         tokens = batch.common.slot_mapping, batch.key, batch.value
-        reference.store(batch.cache, *tokens, impl.runner.layout)
+        reference.store(StoreCall(batch.cache, *tokens, impl.runner.layout))
     cap = impl.runner.logits_soft_cap
     batch.query *= CAPS[cap]
     batch.common.mm_req_doc_ranges = ranges

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 
 from .store_checks import (
     check_bytes,
@@ -45,10 +46,10 @@ ROTATED = [("turbo4", size, dtype) for size, dtype in KERNEL_CASES]
 ROTATED += [(name, 128, BF16) for name in ("k4v3", "turbo3")]
 
 
-def store(*args, **kwargs) -> None:
+def store(call: StoreCall, **kwargs) -> None:
     from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
-    triton_store.store(*args, **kwargs)
+    triton_store.store(call, **kwargs)
 
 
 @pytest.mark.parametrize("name, head_size, dtype", STORED)

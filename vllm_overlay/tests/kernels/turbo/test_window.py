@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OffsetScores,
     Partials,
     RecentWindow,
+    StoreCall,
     WindowUpdate,
 )
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
@@ -62,13 +63,11 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "OFFSET_SEGMENT", SEGMENT)
 
 
-def store_by_torch(
-    kv_cache, slot_mapping, key, value, layout, key_offset=None, window=None
-) -> None:
+def store_by_torch(call: StoreCall) -> None:
     """A ``StoreFn`` in PyTorch, without queries."""
-    reference.store(kv_cache, slot_mapping, key, value, layout, key_offset)
-    if window is not None:
-        update_window(window, kv_cache, slot_mapping, key, value, layout, key_offset)
+    reference.store(call._replace(window=None))
+    if call.window is not None:
+        update_window(call.window, *call[:5], call.key_offset)
 
 
 def attend_by_torch(
@@ -109,23 +108,18 @@ def attend_by_torch(
         )
 
 
-def store_by_triton(
-    kv_cache, slot_mapping, key, value, layout, key_offset=None, window=None
-) -> None:
+def store_by_triton(call: StoreCall) -> None:
     """Store with Triton on a GPU. In the interpreter, which takes seconds for a store,
     the reference stores and Triton updates the window alone.
     """
     if ON_GPU:
-        arguments = dict(key_offset=key_offset, window=window)
-        triton_kernels().store(kv_cache, slot_mapping, key, value, layout, **arguments)
+        triton_kernels().store(call)
         return
     from vllm.v1.attention.ops.turbo.triton import window as triton_window
 
-    reference.store(kv_cache, slot_mapping, key, value, layout, key_offset)
-    if window is not None:
-        triton_window.update_window(
-            window, kv_cache, slot_mapping, key, value, layout, key_offset
-        )
+    reference.store(call._replace(window=None))
+    if call.window is not None:
+        triton_window.update_window(call.window, *call[:5], call.key_offset)
 
 
 def attend_by_triton(*args, **options) -> None:
@@ -258,7 +252,7 @@ class Scene:
         found = []
         for name, cache in (("torch", expected), (path, self.cache)):
             self.last_window = window = self.window(cache)
-            PATHS[name][0](
+            call = StoreCall(
                 cache,
                 slot_mapping,
                 key,
@@ -267,6 +261,7 @@ class Scene:
                 key_offset=self.offset(seq_lens, starts),
                 window=WindowUpdate(window, self.block_table, seq_lens, starts),
             )
+            PATHS[name][0](call)
             found.append(window.packed_lens.tolist())
         assert torch.equal(self.cache, expected)
         assert found[0] == found[1]
@@ -286,7 +281,7 @@ class Scene:
         """Store another token at a position without an update of the window."""
         slots = slots_of(self.block_table[row], position, position + 1, self.block_size)
         x = gaussian(1, NUM_KV_HEADS, self.layout.head_size, dtype=BF16, seed=99)
-        reference.store(self.cache, slots, x, x, self.layout)
+        reference.store(StoreCall(self.cache, slots, x, x, self.layout))
 
 
 def small(name: str = "turbo4", head_size: int = 64) -> TurboFormat:

@@ -35,6 +35,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
     RotatedQuery,
     Scoring,
+    StoreCall,
 )
 from vllm.v1.attention.ops.turbo.reference.bytes import pack_scales
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
@@ -278,7 +279,7 @@ def fill_cache(
         key = gaussian(*shape, dtype=dtype, seed=2 * row + 100)
         value = gaussian(*shape, dtype=dtype, seed=2 * row + 101)
         slots = slots_of(block_table[row], 0, length, block_size)
-        reference.store(kv_cache, slots, key, value, layout)
+        reference.store(StoreCall(kv_cache, slots, key, value, layout))
 
 
 def load_context(

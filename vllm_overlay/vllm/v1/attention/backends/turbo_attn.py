@@ -30,6 +30,7 @@ from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
 from vllm.v1.attention.ops.turbo import reasons, reference, refusals
 from vllm.v1.attention.ops.turbo.choose import cuda_refusal
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
@@ -390,11 +391,5 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             offset = step.key_offset(self.runner.key_offset)
         kernels = self.runner.kernels
         store = reference.store if kernels is None else kernels.store
-        store(
-            kv_cache,
-            slot_mapping,
-            key,
-            value,
-            self.runner.layout,
-            key_offset=offset,
-        )
+        layout = self.runner.layout
+        store(StoreCall(kv_cache, slot_mapping, key, value, layout, key_offset=offset))

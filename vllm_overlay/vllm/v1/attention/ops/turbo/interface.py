@@ -309,38 +309,42 @@ class WindowUpdate(NamedTuple):
     query_start_loc: torch.Tensor
 
 
+class StoreCall(NamedTuple):
+    """T tokens of a layer that are stored, and Tq queries that are rotated.
+
+    Attributes:
+        kv_cache: (num_blocks, H, N, C) uint8, written; see ``check_pages``.
+        slot_mapping: (T,) int64, block * N + position, or -1 to store nothing.
+        key: (>= T, H, D) bf16 or fp16, last axis contiguous.
+        value: (>= T, H, D), likewise.
+        layout: The cache's format.
+        query: (Tq, Hq, D) of the same dtype, last axis contiguous. Tq is T at most, or
+            any number if T is 0. None: no query is rotated.
+        rotated_query: The Tq rotated queries, written; may share memory with the later
+            output. None without ``query``.
+        scale: Softmax scale, a factor of ``rotated_query.scale``.
+        key_offset: The offset that is taken off K first; None for none.
+        window: The 8-bit copy of the newest tokens, to be updated; None for none.
+
+    """
+
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layout: TurboFormat
+    query: torch.Tensor | None = None
+    rotated_query: RotatedQuery | None = None
+    scale: float = 1.0
+    key_offset: KeyOffset | None = None
+    window: WindowUpdate | None = None
+
+
 class StoreFn(Protocol):
     """Quantises K and V into their slots and, if q is given, rotates it."""
 
-    def __call__(
-        self,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: TurboFormat,
-        query: torch.Tensor | None = None,
-        rotated_query: RotatedQuery | None = None,
-        scale: float = 1.0,
-        key_offset: KeyOffset | None = None,
-        window: WindowUpdate | None = None,
-    ) -> None:
-        """Store T tokens, and rotate Tq queries: at most T, or any number if T is 0.
-
-        Args:
-            kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
-            slot_mapping: (T,) int64, block * N + position, or -1 to store nothing.
-            key: (>= T, H, D) bf16 or fp16, last axis contiguous.
-            value: (>= T, H, D), likewise.
-            layout: The cache's format.
-            query: (Tq, Hq, D) of the same dtype; None to rotate none.
-            rotated_query: Tq rotated queries, written; may share memory with the later
-                output.
-            scale: Softmax scale, which goes into ``rotated_query.scale``.
-            key_offset: The offset that is taken off K first; None for none.
-            window: The 8-bit copy of the newest tokens, to be updated; None for none.
-
-        """
+    def __call__(self, call: StoreCall) -> None:
+        """Store the call's tokens, and rotate its queries."""
 
 
 class AttentionCall(NamedTuple):

@@ -18,8 +18,7 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import (
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
-    KeyOffset,
-    RotatedQuery,
+    StoreCall,
     Variant,
     WindowUpdate,
     score_factor,
@@ -127,18 +126,7 @@ def _window_arguments(update: WindowUpdate | None) -> tuple:
 
 
 def store(
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: TurboFormat,
-    query: torch.Tensor | None = None,
-    rotated_query: RotatedQuery | None = None,
-    scale: float = 1.0,
-    key_offset: KeyOffset | None = None,
-    window: WindowUpdate | None = None,
-    tuning: StoreTuning | None = None,
-    enable_pdl: bool = True,
+    call: StoreCall, tuning: StoreTuning | None = None, enable_pdl: bool = True
 ) -> None:
     """Quantise K and V into their slots and, if q is given, rotate it: a ``StoreFn``.
 
@@ -146,35 +134,40 @@ def store(
     cannot wait for the other blocks. So a row does not count if the step stores other
     sequences' tokens in its sequence's blocks.
 
-    Blocks and heads of the cache are at multiples of 16 bytes, vectors at multiples of
-    8 bytes. With ``enable_pdl`` the kernel may begin before the previous one on the
-    stream has ended, on GPUs that can. It waits for that before it reads or writes
-    anything but constants.
+    Args:
+        call: The tokens and queries. Blocks and heads of the cache are at multiples of
+            16 bytes, vectors at multiples of 8.
+        tuning: Launch parameters; None for ``default_tuning``'s.
+        enable_pdl: Whether the kernel may begin, on GPUs that can, before the one
+            before it on the stream has ended. It waits for that before it reads or
+            writes anything but constants.
 
     Raises:
         RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
             of its function.
 
     """
+    slot_mapping, query, layout = call.slot_mapping, call.query, call.layout
+    key_offset, window = call.key_offset, call.window
     num_tokens = slot_mapping.shape[0]
     num_queries = 0 if query is None else query.shape[0]
     if num_tokens == 0 and num_queries == 0:
         return
     if tuning is None:
-        tuning = default_tuning(2 * num_tokens * key.shape[1], layout)
-    device = kv_cache.device
+        tuning = default_tuning(2 * num_tokens * call.key.shape[1], layout)
+    device = call.kv_cache.device
     offset_table = None if key_offset is None else key_offset.table
     step = window or key_offset  # both have the step's sequences
     variant = Variant(key_offset is not None, window is not None)
     STORE.load(layout, None, device, variant)(
-        kv_cache,
+        call.kv_cache,
         slot_mapping,
-        key,
-        value,
+        call.key,
+        call.value,
         *_constants(layout, device),
         query,
-        *(rotated_query or (None, None)),
-        score_factor(layout, scale),
+        *(call.rotated_query or (None, None)),
+        score_factor(layout, call.scale),
         offset_table,
         None if step is None else step.seq_lens,
         None if step is None else step.query_start_loc,

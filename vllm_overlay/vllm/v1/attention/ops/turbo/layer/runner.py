@@ -31,6 +31,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RecentWindow,
     RotatedQuery,
     Scoring,
+    StoreCall,
     TensorSpecs,
     Variant,
 )
@@ -433,22 +434,25 @@ class TurboRunner:
                 queries = rotated.view(query.dtype)
         query_scale = scratch.query_scale[: rotated.shape[0]]
         rotated_query = RotatedQuery(rotated, query_scale)
-        tokens = queries, rotated_query, self.scale
         if key is None or value is None:
             none = query.new_empty(0, self.shape.num_kv_heads, self.shape.head_size)
             slots = step.slot_mapping[:0]
-            kernels.store(kv_cache, slots, none, none, self.layout, *tokens)
+            stored = StoreCall(kv_cache, slots, none, none, self.layout)
         else:
-            kernels.store(
+            stored = StoreCall(
                 kv_cache,
                 step.slot_mapping,
                 key,
                 value,
                 self.layout,
-                *tokens,
-                step.key_offset(self.key_offset),
-                None if window is None else step.window_update(window),
+                key_offset=step.key_offset(self.key_offset),
+                window=None if window is None else step.window_update(window),
             )
+        kernels.store(
+            stored._replace(
+                query=queries, rotated_query=rotated_query, scale=self.scale
+            )
+        )
         scoring = self.scoring
         for call in plan.calls:
             own, count = call.tokens, call.num_partials

@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     KeyOffset,
     RecentWindow,
     RotatedQuery,
+    StoreCall,
 )
 from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
@@ -204,18 +205,22 @@ def _run_store(
     if runner.key_offset is not None:
         bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         offset = KeyOffset(runner.key_offset, bounds[1:], bounds)
+    rotated = RotatedQuery(
+        query.view(torch.float16), torch.empty(0, num_heads, device=device)
+    )
+    slots = torch.full((num_tokens,), -1, device=device)
     kernels.store(
-        kv_cache,
-        torch.full((num_tokens,), -1, device=device),
-        vectors,
-        vectors,
-        runner.layout,
-        query,
-        RotatedQuery(
-            query.view(torch.float16), torch.empty(0, num_heads, device=device)
-        ),
-        runner.scale,
-        offset,
+        StoreCall(
+            kv_cache,
+            slots,
+            vectors,
+            vectors,
+            runner.layout,
+            query,
+            rotated,
+            runner.scale,
+            offset,
+        )
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import KeyOffset
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, StoreCall
 from vllm.v1.attention.ops.turbo.reference.bytes import (
     pack_codes,
     pack_scales,
@@ -115,25 +115,17 @@ def offset_segments(offset: KeyOffset, num_tokens: int) -> torch.Tensor:
     return (places // interface.OFFSET_SEGMENT).clamp(0, offset.table.shape[0] - 1)
 
 
-def store(
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: TurboFormat,
-    key_offset: KeyOffset | None = None,
-) -> None:
+def store(call: StoreCall) -> None:
     """Quantise tokens and write them to their slots.
 
     Args:
-        kv_cache: (num_blocks, H, N, C) uint8, a (block, head) contiguous.
-        slot_mapping: (T,) block * N + position, or -1 to skip the token.
-        key: (T', H, D), T' >= T, any floating dtype.
-        value: (T', H, D), likewise.
-        layout: The cache's format.
-        key_offset: The offset that is taken off K first; None for none.
+        call: The tokens, of any floating dtype, without queries and without a window,
+            which ``update_window`` updates. A (block, head) of the cache is contiguous.
 
     """
+    assert call.query is call.window is None
+    kv_cache, slot_mapping, key, value, layout = call[:5]
+    key_offset = call.key_offset
     if key_offset is not None:
         segments = offset_segments(key_offset, slot_mapping.shape[0])
         key = without_offset(key[: len(segments)], key_offset.table[segments])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import RecentWindow
+from vllm.v1.attention.ops.turbo.interface import RecentWindow, StoreCall
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
 from vllm.v1.attention.ops.turbo.reference.cache import store
 from vllm.v1.attention.ops.turbo.reference.shared import shared_attention
@@ -60,7 +60,8 @@ def forward(
     """
     offset = step.key_offset(key_offset)
     if key is not None and value is not None:
-        store(kv_cache, step.slot_mapping, key, value, layout, offset)
+        tokens = step.slot_mapping, key, value, layout
+        store(StoreCall(kv_cache, *tokens, key_offset=offset))
     if window is not None:
         assert key is not None and value is not None
         update_window(

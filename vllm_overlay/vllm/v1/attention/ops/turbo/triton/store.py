@@ -11,9 +11,8 @@ from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
-    KeyOffset,
     RotatedQuery,
-    WindowUpdate,
+    StoreCall,
     check_pages,
     score_factor,
 )
@@ -92,37 +91,17 @@ def _rotate_queries(
     )
 
 
-def store(
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: TurboFormat,
-    query: torch.Tensor | None = None,
-    rotated_query: RotatedQuery | None = None,
-    scale: float = 1.0,
-    key_offset: KeyOffset | None = None,
-    window: WindowUpdate | None = None,
-    tuning: StoreTuning | None = None,
-) -> None:
+def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
     """Quantise K and V into their slots and, if q is given, rotate it: a ``StoreFn``.
 
     Args:
-        kv_cache: (num_blocks, H, N, C) uint8; a (block, head) is contiguous and
-            starts at a multiple of 16 bytes.
-        slot_mapping: (T,) int64, block * N + position, or -1 to skip the token.
-        key: (T', H, D) fp16 or bf16, T' >= T, last axis contiguous.
-        value: (T', H, D), likewise.
-        layout: The cache's format.
-        query: (B, Hq, D), likewise; the decode queries.
-        rotated_query: The B rotated queries, written: each vector divided by a power of
-            two, and a factor that holds ``scale``, log2(e) and the keys' gain.
-        scale: Softmax scale.
-        key_offset: The offset that is taken off K first; None for none.
-        window: The 8-bit copy of the newest tokens, to be updated; None for none.
+        call: The tokens and queries. A rotated vector is divided by a power of two, and
+            its factor holds that, the softmax scale, log2(e) and the keys' gain.
         tuning: Launch parameters; None to choose by the number of tokens.
 
     """
+    kv_cache, slot_mapping, key, value, layout = call[:5]
+    query, rotated_query, key_offset = call.query, call.rotated_query, call.key_offset
     num_tokens = slot_mapping.shape[0]
     num_kv_heads, head_size = key.shape[1], layout.head_size
     num_queries = num_heads = 0
@@ -142,7 +121,7 @@ def store(
         assert seq_lens.shape[0] == num_seqs > 0, (seq_lens.shape, num_seqs)
     if num_tokens == 0:
         if query is not None and rotated_query is not None and num_queries > 0:
-            _rotate_queries(query, rotated_query, layout, scale)
+            _rotate_queries(query, rotated_query, layout, call.scale)
         return
     if tuning is None:
         tuning = default_tuning(num_tokens, head_size)
@@ -166,7 +145,7 @@ def store(
         num_segments,
         num_tokens,
         num_queries,
-        score_factor(layout, scale),
+        score_factor(layout, call.scale),
         inverse_sqrt(head_size),
         kv_cache.shape[2],
         StoreStrides(
@@ -186,5 +165,5 @@ def store(
         # A fused multiply-add would change the stored bytes.
         enable_fp_fusion=False,
     )
-    if window is not None:
-        update_window(window, kv_cache, slot_mapping, key, value, layout, key_offset)
+    if call.window is not None:
+        update_window(call.window, *call[:5], key_offset)
