@@ -106,7 +106,7 @@ def attend(
     # Only the merge reads them, which is left out.
     newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_decode, "merge_splits", lambda *args: None)
+        patch.setattr(triton_decode, "launch_merge", lambda *args: None)
         # CUDA's merge gets all splits that there is room for.
         patch.setattr(
             triton_decode, "splits_of_window", lambda partials, *args: partials

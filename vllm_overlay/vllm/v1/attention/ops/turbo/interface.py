@@ -398,8 +398,12 @@ class AttentionCall(NamedTuple):
         return OffsetScores(self.query, self.scoring.key_offset, self.scoring.scale)
 
     def check(self) -> None:
-        """Assert that the fields may be used together."""
+        """Assert that the fields may be used together, and the output's shape."""
         scoring = self.scoring
+        if self.lse is None:
+            self.batch.check(self.output.shape[0])
+        else:
+            self.batch.check_shared(self.output, self.lse)
         is_whole = self.lse is None
         assert is_whole or self.newest is self.window is None
         assert is_whole or scoring.sliding_window is scoring.sinks is None

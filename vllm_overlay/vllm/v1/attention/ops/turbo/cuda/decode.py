@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda import decode_columns
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES, capability_of
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
-from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
+from vllm.v1.attention.ops.turbo.cuda.merge import launch_merge
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
@@ -251,7 +251,7 @@ def attend(
         (scoring.soft_cap or 0.0) * LOG2_E,
         enable_pdl,
     )
-    merge_splits(partials, call, enable_pdl=enable_pdl)
+    launch_merge(partials, call, None, enable_pdl)
 
 
 def decode_attention(

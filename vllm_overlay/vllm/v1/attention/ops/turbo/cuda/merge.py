@@ -124,16 +124,21 @@ def merge_splits(
             of its function.
 
     """
-    batch, output, lse, scoring = call.batch, call.output, call.lse, call.scoring
-    newest, window, num_kv_heads = call.newest, call.window, call.num_kv_heads
     call.check()
-    num_tokens, num_heads, head_size = output.shape
-    if lse is None:
-        batch.check(num_tokens)
-    else:
-        batch.check_shared(output, lse)
-    if batch.num_seqs == 0:
-        return
+    if call.batch.num_seqs > 0:
+        launch_merge(partials, call, num_warps, enable_pdl)
+
+
+def launch_merge(
+    partials: Partials,
+    call: AttentionCall,
+    num_warps: int | None,
+    enable_pdl: bool,
+) -> None:
+    """Launch the kernel of ``merge_splits`` for a call that has been checked."""
+    batch, output, scoring = call.batch, call.output, call.scoring
+    newest, window, num_kv_heads = call.newest, call.window, call.num_kv_heads
+    _, num_heads, head_size = output.shape
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
     if newest is None:
@@ -172,7 +177,7 @@ def merge_splits(
         scoring.sliding_window or 0,
         scoring.sinks,
         (scoring.soft_cap or 0.0) * LOG2_E,
-        lse,
+        call.lse,
         *(attended or (None, None)),
         enable_pdl,
     )

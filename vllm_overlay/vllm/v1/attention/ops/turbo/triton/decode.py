@@ -26,7 +26,7 @@ from vllm.v1.attention.ops.turbo.triton.decode_kernel import (
     RawQuery,
     decode_kernel,
 )
-from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
+from vllm.v1.attention.ops.turbo.triton.merge import launch_merge
 from vllm.v1.attention.ops.turbo.triton.pages import (
     MIN_OUTPUT_COLUMNS,
     block_divisor,
@@ -199,4 +199,4 @@ def decode_attention(
         num_warps=tuning.num_warps,
         **options,
     )
-    merge_splits(partials, call)
+    launch_merge(partials, call)

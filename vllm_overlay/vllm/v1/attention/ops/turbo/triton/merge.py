@@ -37,16 +37,17 @@ def merge_splits(partials: Partials, call: AttentionCall) -> None:
         call: The tokens that the splits leave out, and the output.
 
     """
-    batch, output, lse, newest = call.batch, call.output, call.lse, call.newest
+    call.check()
+    launch_merge(partials, call)
+
+
+def launch_merge(partials: Partials, call: AttentionCall) -> None:
+    """Launch the kernel of ``merge_splits`` for a call that has been checked."""
+    batch, output, newest = call.batch, call.output, call.newest
     window, num_kv_heads, table = call.window, call.num_kv_heads, None
     sliding_window, sinks = call.scoring.sliding_window, call.scoring.sinks
     logits_soft_cap = call.scoring.soft_cap
-    call.check()
-    num_tokens, num_heads, head_size = output.shape
-    if lse is None:
-        batch.check(num_tokens)
-    else:
-        batch.check_shared(output, lse)
+    _, num_heads, head_size = output.shape
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
     pages = planes = blocks = packed_lens = None
@@ -76,7 +77,7 @@ def merge_splits(partials: Partials, call: AttentionCall) -> None:
         partials,
         rotation_matrix(head_size, output.device, inverse=True),
         output,
-        lse,
+        call.lse,
         query,
         key,
         value,
