@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
 from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
 from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
     OFFSET_SEGMENT,
@@ -40,12 +41,10 @@ from vllm.v1.attention.ops.turbo.interface import (
     KeyOffset,
     NewestTokens,
     Partials,
-    RecentWindow,
     RotatedQuery,
     Scoring,
     StoreCall,
     Variant,
-    WindowUpdate,
 )
 
 # One layout of each preset and head size, and of both numbers of query heads.

@@ -28,7 +28,7 @@ ALLOWED = {
     "triton": (*KERNELS, "triton"),
     "cuda": (*KERNELS, "cuda"),
     "reference": (*KERNELS, "reference"),
-    "planning": ("interface", "planning"),
+    "planning": ("formats.recent", "interface", "planning"),
 }
 # The modules of a CPU's attention.
 IMPORT_THE_REFERENCE = (*BACKENDS, f"{TURBO}.reference")

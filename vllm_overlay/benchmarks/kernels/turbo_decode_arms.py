@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.interface import RecentWindow
+    from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 
 DTYPE = torch.bfloat16
 # The block size of a recent window: vLLM's default where there is a window.
@@ -225,13 +225,13 @@ class TurboArm(Arm):
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.choose import choose_kernels
         from vllm.v1.attention.ops.turbo.format import TurboFormat
+        from vllm.v1.attention.ops.turbo.formats.recent import WindowUpdate
         from vllm.v1.attention.ops.turbo.interface import (
             OFFSET_SEGMENT,
             KeyOffset,
             Partials,
             RotatedQuery,
             Variant,
-            WindowUpdate,
         )
 
         super().__init__(batch)
@@ -283,7 +283,7 @@ class TurboArm(Arm):
         if self.num_splits == 0:
             units = 1 if device == "cpu" else num_compute_units()
             self.num_splits = self.kernels.num_decode_splits(
-                num_seqs, shape.num_kv_heads, units
+                num_seqs, shape.num_kv_heads, units, 1
             )
         self.rotated_query = RotatedQuery(
             torch.empty_like(batch.query, dtype=torch.float16),
@@ -313,8 +313,8 @@ class TurboArm(Arm):
 
     def make_window(self) -> "RecentWindow":
         """A window of as many tokens as its pages have room for."""
+        from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
         from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
-        from vllm.v1.attention.ops.turbo.interface import RecentWindow
 
         batch, num_seqs = self.batch, len(self.batch.seq_lens)
         shape = num_seqs + 1, batch.shape.num_kv_heads, WINDOW_BLOCK_SIZE
@@ -334,7 +334,8 @@ class TurboArm(Arm):
         """Store the tokens before the newest once more, to fill the window."""
         if self.window is None:
             return
-        from vllm.v1.attention.ops.turbo.interface import StoreCall, WindowUpdate
+        from vllm.v1.attention.ops.turbo.formats.recent import WindowUpdate
+        from vllm.v1.attention.ops.turbo.interface import StoreCall
 
         batch, count = self.batch, self.window.format.num_rows
         slots = [batch.slots(i)[-1 - count : -1] for i in range(len(batch.seq_lens))]

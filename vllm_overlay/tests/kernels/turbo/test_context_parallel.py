@@ -22,10 +22,11 @@ from vllm.v1.attention.backends.turbo_attn import (
 from vllm.v1.attention.ops import dcp
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
-from vllm.v1.attention.ops.turbo.interface import KernelSet, StoreCall
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.layer import warm_up
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch

@@ -16,6 +16,7 @@ from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
 from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
@@ -24,10 +25,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
-    RecentWindow,
     RotatedQuery,
     StoreCall,
-    WindowUpdate,
 )
 from vllm.v1.attention.ops.turbo.reference.window import (
     load_window,

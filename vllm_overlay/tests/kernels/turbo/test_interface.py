@@ -14,12 +14,12 @@ from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     Partials,
     RotatedQuery,
     StoreCall,
-    check_pages,
 )
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill

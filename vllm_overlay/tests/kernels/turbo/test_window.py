@@ -12,6 +12,7 @@ import torch
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.choose import triton_kernels
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
 from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, MAX_ROWS, WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
@@ -19,9 +20,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
-    RecentWindow,
     StoreCall,
-    WindowUpdate,
 )
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
 from vllm.v1.attention.ops.turbo.reference.window import (

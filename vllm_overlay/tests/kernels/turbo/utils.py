@@ -25,6 +25,7 @@ from vllm.v1.attention.ops.turbo.format import (
     VALUE_CODEBOOKS,
     TurboFormat,
 )
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
@@ -32,7 +33,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
-    RecentWindow,
     RotatedQuery,
     Scoring,
     StoreCall,
@@ -515,11 +515,11 @@ def attend_by(
 
     Args:
         attend: The function.
-        query: See ``AttentionFn``.
+        query: The rotated queries of the call's T tokens.
         kv_cache: See ``call_of``.
         layout: The cache's format.
         batch: The sequences.
-        partials: See ``AttentionFn``.
+        partials: Scratch; its size bounds the splits of a sequence.
         call: The further arguments of ``call_of``.
         options: Further options of the function and of ``call_of``.
 

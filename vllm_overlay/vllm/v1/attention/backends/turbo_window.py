@@ -26,8 +26,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.formats.window import MAX_ROWS, VERSION, WindowFormat
-from vllm.v1.attention.ops.turbo.interface import RecentWindow
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,7 +13,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.cuda.module_builds import ModuleBuilds
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import CUDA, PLAIN, KernelSet, Variant
+from vllm.v1.attention.ops.turbo.interface import CUDA, PLAIN, Variant
+from vllm.v1.attention.ops.turbo.layer.kernels import Kernels, KernelSet
 from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 
 if TYPE_CHECKING:
@@ -22,19 +23,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class NamedKernels(Protocol):
-    """Any set of kernels: ``LatentKernels`` of MLA or ``KernelSet`` of other layers."""
-
-    @property
-    def name(self) -> str:
-        """CUDA or Triton."""
-
-    @property
-    def reason(self) -> str:
-        """Why these kernels serve: a part of a sentence, for users."""
-
-
-KernelsT = TypeVar("KernelsT", bound=NamedKernels)
+KernelsT = TypeVar("KernelsT", bound=Kernels)
 
 
 class ChosenKernels(Generic[KernelsT]):
@@ -294,7 +283,7 @@ def fall_back_to_triton(reason: str) -> None:
             chosen.kernels = chosen.triton(reason)
 
 
-def refusal_of_other_ranks(kernels: NamedKernels, group: ProcessGroup) -> str | None:
+def refusal_of_other_ranks(kernels: Kernels, group: ProcessGroup) -> str | None:
     """The reason why another rank's kernels are not CUDA's while this rank's are.
 
     A step waits for its slowest rank, so nothing is lost if all run the same kernels.

@@ -3,12 +3,13 @@
 """The argument types and the entry points of every set of kernels."""
 
 import struct
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
-from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
 
 # Names of the sets of kernels, for users.
 CUDA, TRITON = "CUDA", "Triton"
@@ -261,54 +262,6 @@ class OffsetScores(NamedTuple):
     scale: float
 
 
-class RecentWindow(NamedTuple):
-    """The newest cached tokens of sequences, in 8 bits: see ``formats.window``.
-
-    Attributes:
-        pages: (num_blocks, H, N, C) uint8; see ``check_pages``.
-        blocks: (>= B,) int32, the index of each sequence's page; zero for none.
-        packed_lens: (>= B,) int32, lengths of the sequences without the tokens that are
-            read from ``pages``, the newest ones before the query tokens.
-        format: The layout of rows in a page.
-        num_tokens: The most tokens that are read from a page.
-
-    """
-
-    pages: torch.Tensor
-    blocks: torch.Tensor
-    packed_lens: torch.Tensor
-    format: WindowFormat
-    num_tokens: int
-
-    def from_sequence(self, first: int) -> "RecentWindow":
-        """The window of the sequences from index ``first`` on."""
-        blocks, packed_lens = self.blocks[first:], self.packed_lens[first:]
-        return self._replace(blocks=blocks, packed_lens=packed_lens)
-
-
-class WindowUpdate(NamedTuple):
-    """The store's work for the recent windows of a step's R sequences.
-
-    It writes the rows of the step's newest tokens. It also counts the rows of earlier
-    tokens that still agree with the packed bytes, and ``window.packed_lens`` gets the
-    lengths without these. A row that a token of the step overwrites is not counted.
-    Rows of a sequence need not be counted if the step stores other sequences' tokens
-    in its blocks.
-
-    Attributes:
-        window: The recent windows, ``packed_lens`` to be written.
-        block_table: (R, max_blocks) int32 of their packed pages, last axis contiguous.
-        seq_lens: (R,) int32, query tokens included; zero for padding.
-        query_start_loc: (R + 1,) int32, where their tokens begin among the call's.
-
-    """
-
-    window: RecentWindow
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-
-
 class StoreCall(NamedTuple):
     """T tokens of a layer that are stored, and Tq queries that are rotated.
 
@@ -338,13 +291,6 @@ class StoreCall(NamedTuple):
     scale: float = 1.0
     key_offset: KeyOffset | None = None
     window: WindowUpdate | None = None
-
-
-class StoreFn(Protocol):
-    """Quantises K and V into their slots and, if q is given, rotates it."""
-
-    def __call__(self, call: StoreCall) -> None:
-        """Store the call's tokens, and rotate its queries."""
 
 
 class AttentionCall(NamedTuple):
@@ -414,208 +360,18 @@ class AttentionCall(NamedTuple):
         assert not has_cap or scoring.key_offset is None, "capped scores with an offset"
 
 
-class AttentionFn(Protocol):
-    """Attends from each sequence's newest tokens to its cached tokens, causally."""
-
-    def __call__(
-        self, query: RotatedQuery, call: AttentionCall, partials: Partials
-    ) -> None:
-        """Attend to each split of the sequences, and merge the results.
-
-        Args:
-            query: The rotated queries of the call's T tokens.
-            call: The tokens that are attended to, and the output.
-            partials: Scratch; its size bounds the splits of a sequence. With one split
-                a result does not depend on the rest of the batch.
-
-        """
-
-
-class OutputsFn(Protocol):
-    """Attends like ``AttentionFn``, but without a merge.
-
-    Ranks do not share the context, and K has no offset. Tokens of a recent window are
-    read as codes.
-    """
-
-    def __call__(self, call: AttentionCall, scratch: OutputScratch) -> None:
-        """Attend to cached tokens and to the query tokens at once.
-
-        Args:
-            call: The tokens that are attended to, and the output. ``query`` is needed:
-                it has the output's dtype, strides and alignment, and does not share
-                memory with the output. ``newest.attended`` is ignored.
-            scratch: Written; its sizes are those of ``KernelSet.output_scratch``.
-
-        """
-
-
-class MergeFn(Protocol):
-    """Merges the ranks' parts of sequences, and attention to the query tokens."""
-
-    def __call__(self, partials: Partials, call: AttentionCall) -> None:
-        """Do the last step of ``AttentionFn``.
-
-        Args:
-            partials: Results of B * S * Q query tokens, for S parts a sequence.
-            call: The newest tokens, and the output. Only the shape of ``kv_cache`` is
-                used, and the batch's block table is not read.
-
-        """
-
-
-class SplitsFn(Protocol):
-    """The number of a sequence's splits that attention needs room for."""
-
-    def __call__(
-        self, num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
-    ) -> int:
-        """Partial results a query token, from sizes that are fixed in a CUDA graph.
-
-        Args:
-            num_seqs: Sequences of the (padded) batch.
-            num_kv_heads: KV heads.
-            num_sms: Multiprocessors of the GPU.
-            query_len: Query tokens of a sequence.
-
-        """
-
-
-class KernelSet(Protocol):
-    """The entry points of one set of kernels."""
-
-    @property
-    def name(self) -> str:
-        """CUDA or Triton."""
-
-    @property
-    def reason(self) -> str:
-        """Why these kernels serve: a part of a sentence, for users."""
-
-    @property
-    def store(self) -> StoreFn:
-        """Quantises K and V into their slots, and rotates q."""
-
-    @property
-    def decode_attention(self) -> AttentionFn:
-        """Attends from the query tokens of decode requests."""
-
-    @property
-    def num_decode_splits(self) -> SplitsFn:
-        """Splits that ``decode_attention`` asks for."""
-
-    @property
-    def extend_attention(self) -> AttentionFn | None:
-        """Attends from up to ``max_extend_len`` query tokens a sequence; None if
-        prefill has to serve extends.
-        """
-
-    @property
-    def max_merged_tokens(self) -> int | None:
-        """The most query tokens of a sequence that the merge of ``extend_attention``
-        attends to itself; twice as many if the sequence is the only one. For more it
-        takes ``NewestTokens.attended``. None: it attends to any number, and does not
-        take that.
-        """
-
-    @property
-    def extend_outputs(self) -> OutputsFn | None:
-        """Attends like ``extend_attention``, but its results need no merge; None if
-        there is no such kernel.
-        """
-
-    @property
-    def merge_splits(self) -> MergeFn:
-        """Merges the ranks' parts of sequences."""
-
-    @property
-    def num_extend_splits(self) -> SplitsFn:
-        """Splits that ``extend_attention`` asks for."""
-
-    def block_sizes(self, block_size: int, head_size: int) -> list[int]:
-        """Block sizes that each launch a different kernel of ``decode_attention``.
-
-        Args:
-            block_size: Tokens of a block. A runner may cut it into smaller ones.
-            head_size: D, coordinates of a vector.
-
-        """
-
-    def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
-        """Numbers of tokens, ascending, that each launch a different kernel of
-        ``store``.
-        """
-
-    def output_lens(
-        self, layout: TurboFormat, num_queries_per_kv: int, most: int
-    ) -> list[int]:
-        """Lengths of extends, ``most`` tokens at most, that together launch every
-        instance of ``extend_outputs``.
-        """
-
-    def output_scratch(
-        self,
-        layout: TurboFormat,
-        num_kv_heads: int,
-        num_sms: int,
-        num_own_tiles: int,
-    ) -> TensorSpecs:
-        """Shapes and dtypes of ``OutputScratch``, for a call of ``extend_outputs`` or
-        for any smaller one.
-
-        Args:
-            layout: The cache's format.
-            num_kv_heads: KV heads.
-            num_sms: Multiprocessors of the GPU.
-            num_own_tiles: Tiles of query tokens; no two sequences share one.
-
-        """
-
-    def make_matrices(self, head_size: int, device: torch.device) -> None:
-        """Make the tensors that the kernels keep on a device for good."""
-
-
-class PageLayout(Protocol):
-    """The part of a format that determines its pages."""
-
-    @property
-    def name(self) -> str:
-        """The ``--kv-cache-dtype`` value."""
-
-    @property
-    def slot_size(self) -> int:
-        """Bytes of a slot."""
+# The kinds of entry points of a set of kernels: see ``layer.kernels.KernelSet``.
+StoreFn: TypeAlias = Callable[[StoreCall], None]
+AttentionFn: TypeAlias = Callable[[RotatedQuery, AttentionCall, Partials], None]
+OutputsFn: TypeAlias = Callable[[AttentionCall, OutputScratch], None]
+MergeFn: TypeAlias = Callable[[Partials, AttentionCall], None]
+# Takes sequences of the (padded) batch, KV heads (with MLA query heads),
+# multiprocessors of the GPU and query tokens a sequence, which are all fixed in a CUDA
+# graph. Returns the splits of a sequence that attention needs room for.
+SplitsFn: TypeAlias = Callable[[int, int, int, int], int]
 
 
 def half2_bits(value: float) -> str:
     """A number twice in fp16, as a 32-bit hexadecimal literal of C++ and PTX."""
     bits = struct.unpack("<H", struct.pack("<e", value))[0]
     return f"0x{bits:04X}{bits:04X}"
-
-
-def check_pages(kv_cache: torch.Tensor, layout: PageLayout) -> None:
-    """Check the kernels' preconditions on a layer's cache.
-
-    Args:
-        kv_cache: (num_blocks, H, N, C) uint8.
-        layout: The cache's format.
-
-    Raises:
-        ValueError: If a (block, head) is not contiguous, or does not start at a
-            multiple of 16 bytes, or is not a whole number of tiles.
-
-    """
-    block_size, slot_size = kv_cache.shape[2:]
-    alignments = (block_size, *kv_cache.stride()[:2], kv_cache.data_ptr())
-    if (
-        slot_size != layout.slot_size
-        or kv_cache.stride()[2:] != (slot_size, 1)
-        or any(x % TILE_TOKENS for x in alignments)
-    ):
-        raise ValueError(
-            f"pages of {layout.name} have slots of {layout.slot_size} bytes, "
-            f"contiguous, {TILE_TOKENS} or a multiple in a block; blocks and heads "
-            f"begin at multiples of {TILE_TOKENS} bytes. These have shape "
-            f"{tuple(kv_cache.shape)}, strides "
-            f"{kv_cache.stride()} and address {kv_cache.data_ptr():#x}"
-        )

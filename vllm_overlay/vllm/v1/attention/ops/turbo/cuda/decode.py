@@ -217,9 +217,9 @@ def attend(
     Args:
         load_kernel: Loads the kernel for a layout, a number of queries of a sequence
             and KV head, a device and a variant.
-        query: As in ``AttentionFn``.
-        call: As in ``AttentionFn``.
-        partials: As in ``AttentionFn``.
+        query: The rotated queries of the call's T tokens.
+        call: The tokens that are attended to, and the output.
+        partials: Scratch; its size bounds the splits of a sequence.
         enable_pdl: Whether kernels may begin before the previous one on the stream has
             ended.
 

@@ -59,7 +59,7 @@ class CudaKernels(NamedTuple):
     ) -> TensorSpecs:
         return extend_rows.output_scratch(layout, num_kv_heads, num_sms, num_own_tiles)
 
-    def make_matrices(self, head_size: int, device: torch.device) -> None:
-        cuda_store.make_matrices(head_size, device)
+    def make_matrices(self, size: int, device: torch.device) -> None:
+        cuda_store.make_matrices(size, device)
         for inverse in (False, True):
-            rotation_matrix(head_size, device, inverse=inverse)  # for prefills
+            rotation_matrix(size, device, inverse=inverse)  # for prefills

@@ -6,12 +6,12 @@ from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.cuda.family import Family
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     AttentionCall,
     NewestTokens,
     Partials,
-    RecentWindow,
     Variant,
 )
 

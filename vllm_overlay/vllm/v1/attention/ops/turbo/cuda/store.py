@@ -17,12 +17,8 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     single_fragments,
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.interface import (
-    StoreCall,
-    Variant,
-    WindowUpdate,
-    score_factor,
-)
+from vllm.v1.attention.ops.turbo.formats.recent import WindowUpdate
+from vllm.v1.attention.ops.turbo.interface import StoreCall, Variant, score_factor
 
 
 class StoreTuning(NamedTuple):

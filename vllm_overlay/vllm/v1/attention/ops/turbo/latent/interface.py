@@ -11,11 +11,8 @@ from typing import Protocol
 
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import (
-    DecodeBatch,
-    Partials,
-    check_pages,
-)
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
 # The most splits of a sequence.
@@ -184,7 +181,7 @@ def check_latent_pages(kv_cache: torch.Tensor, layout: LatentFormat) -> None:
         layout: The cache's format.
 
     Raises:
-        ValueError: As in ``interface.check_pages``.
+        ValueError: As ``formats.pages.check_pages``.
 
     """
     check_pages(kv_cache.unsqueeze(1), layout)

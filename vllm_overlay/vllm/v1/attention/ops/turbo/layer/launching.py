@@ -10,12 +10,12 @@ from vllm.distributed.parallel_state import (
     model_parallel_is_initialized,
 )
 from vllm.v1.attention.ops.turbo.choose import (
-    NamedKernels,
     cuda_refusal,
     fall_back_to_triton,
     refusal_of_other_ranks,
 )
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
+from vllm.v1.attention.ops.turbo.layer.kernels import Kernels
 
 
 class Runner(Protocol):
@@ -24,7 +24,7 @@ class Runner(Protocol):
     kernel_choice: str
 
     @property
-    def kernels(self) -> NamedKernels | None:
+    def kernels(self) -> Kernels | None:
         """The kernels that serve."""
 
 

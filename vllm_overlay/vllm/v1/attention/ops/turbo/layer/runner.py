@@ -21,14 +21,13 @@ from vllm.v1.attention.ops.turbo.choose import (
     start_builds,
 )
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     AttentionFn,
-    KernelSet,
     NewestTokens,
     OutputScratch,
     Partials,
-    RecentWindow,
     RotatedQuery,
     Scoring,
     StoreCall,
@@ -37,6 +36,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
 from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
 from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
 from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens

@@ -14,14 +14,10 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
-from vllm.v1.attention.ops.turbo.interface import (
-    KernelSet,
-    KeyOffset,
-    RecentWindow,
-    RotatedQuery,
-    StoreCall,
-)
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, RotatedQuery, StoreCall
+from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
 from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill

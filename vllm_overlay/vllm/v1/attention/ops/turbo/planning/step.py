@@ -7,11 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import (
-    KeyOffset,
-    RecentWindow,
-    WindowUpdate,
-)
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
+from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlan,
     DecodePlanner,

@@ -9,7 +9,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import RecentWindow
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.reference.cache import load
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
 from vllm.v1.attention.ops.turbo.reference.window import load_window

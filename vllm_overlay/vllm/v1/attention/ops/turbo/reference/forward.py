@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import RecentWindow, StoreCall
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
 from vllm.v1.attention.ops.turbo.reference.cache import store
 from vllm.v1.attention.ops.turbo.reference.shared import shared_attention

@@ -9,8 +9,9 @@ import torch
 
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
 from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, WindowFormat
-from vllm.v1.attention.ops.turbo.interface import KeyOffset, RecentWindow, WindowUpdate
+from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.reference.cache import tile_addresses
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from vllm.platforms import current_platform
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
@@ -19,7 +20,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     Partials,
     RotatedQuery,
-    check_pages,
 )
 from vllm.v1.attention.ops.turbo.triton.decode_kernel import (
     DecodeCase,

@@ -57,6 +57,6 @@ class TritonKernels(NamedTuple):
     ) -> TensorSpecs:
         raise NotImplementedError("Triton has no extend_outputs")
 
-    def make_matrices(self, head_size: int, device: torch.device) -> None:
+    def make_matrices(self, size: int, device: torch.device) -> None:
         for inverse in (False, True):
-            rotation_matrix(head_size, device, inverse=inverse)
+            rotation_matrix(size, device, inverse=inverse)

@@ -7,8 +7,9 @@ import torch
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import OffsetScores, check_pages
+from vllm.v1.attention.ops.turbo.interface import OffsetScores
 from vllm.v1.attention.ops.turbo.triton.codec import (
     key_coordinates,
     key_scale,

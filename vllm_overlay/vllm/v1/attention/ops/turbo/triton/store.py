@@ -9,13 +9,9 @@ import torch
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import (
-    RotatedQuery,
-    StoreCall,
-    check_pages,
-    score_factor,
-)
+from vllm.v1.attention.ops.turbo.interface import RotatedQuery, StoreCall, score_factor
 from vllm.v1.attention.ops.turbo.triton.pages import MIN_OUTPUT_COLUMNS, tile_layout
 from vllm.v1.attention.ops.turbo.triton.store_kernel import (
     StoreStrides,

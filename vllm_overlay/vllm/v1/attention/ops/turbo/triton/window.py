@@ -12,12 +12,9 @@ from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats import window as wf
-from vllm.v1.attention.ops.turbo.interface import (
-    KeyOffset,
-    RecentWindow,
-    WindowUpdate,
-    check_pages,
-)
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
+from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.triton.pages import tile_layout
 from vllm.v1.attention.ops.turbo.triton.window_kernel import (
     KeyWords,
