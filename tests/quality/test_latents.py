@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import 
     ref_nvfp4_quant,
 )
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.reference import inverse_rotate, rotate
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
@@ -84,7 +85,7 @@ def test_ours_is_what_pages_hold(name: str, sizes: tuple[int, int]):
     layout = LatentFormat.from_cache_dtype(name, rank + rope)
     pages = torch.full((3, 16, layout.slot_size), 0xFF, dtype=torch.uint8)
     slots = torch.arange(40)
-    reference.store(pages, slots, latent, k_pe, layout)
+    reference.store(LatentStoreCall(pages, slots, latent, k_pe, layout))
     loaded, loaded_rope = reference.load(pages, slots, layout)
     variant = latent_variants(rank, rope)[name]
     assert torch.equal(variant.latent(latent), inverse_rotate(loaded))

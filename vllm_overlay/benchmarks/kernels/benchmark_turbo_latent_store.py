@@ -66,7 +66,10 @@ class Stores:
         ops.concat_and_cache_mla(self.kv_c, k_pe, cache, self.slots, dtype, self.one)
 
     def pack(self, store: Callable[..., None]) -> None:
-        store(self.packed, self.slots, self.kv_c, self.k_pe, self.layout)
+        from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
+
+        tokens = self.slots, self.kv_c, self.k_pe, self.layout
+        store(LatentStoreCall(self.packed, *tokens))
 
     def packed_ways(self) -> dict[str, Callable[[], None]]:
         from vllm.v1.attention.ops.turbo.cuda import latent_store as cuda_store

@@ -180,7 +180,7 @@ def make_cache(layer: Any, num_blocks: int, device: torch.device) -> torch.Tenso
     cache = torch.zeros(size, dtype=torch.uint8, device=device)
     slots = torch.arange(num_tokens, device=device)
     kv_c, k_pe = rows.split([RANK, ROPE], -1)
-    runner.kernels.store(cache, slots, kv_c, k_pe, runner.layout)
+    runner.store(cache, slots, kv_c, k_pe)
     return cache.repeat(-(-num_blocks // seed_blocks), 1, 1)
 
 

@@ -411,10 +411,15 @@ class TurboArm(Arm):
     def write(
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        self.kernels.store(self.cache, slots, kv_c, k_pe, self.layout)
+        from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
+
+        call = LatentStoreCall(self.cache, slots, kv_c, k_pe, self.layout)
+        self.kernels.store(call)
 
     def gather(self, chunk: Chunk, output: torch.Tensor) -> None:
-        self.kernels.gather(
+        from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
+
+        call = GatherCall(
             self.cache,
             output,
             self.batch.block_table,
@@ -424,6 +429,7 @@ class TurboArm(Arm):
             chunk.num_tokens,
             chunk.starts,
         )
+        self.kernels.gather(call)
 
     def latents(self, output: torch.Tensor) -> torch.Tensor:
         from vllm.v1.attention.ops.turbo.reference import inverse_rotate
@@ -458,17 +464,12 @@ class TurboArm(Arm):
         return decode, Partials(output, output.new_empty(output.shape[:2]))
 
     def attention(self) -> torch.Tensor:
+        from vllm.v1.attention.ops.turbo.latent.interface import LatentCall
+
         query, rope, output, lse = self.rotated
         batch, partials = self.calls
-        self.kernels.decode_attention(
-            query,
-            rope,
-            self.cache,
-            self.layout,
-            batch,
-            partials,
-            output,
-            lse,
-            self.batch.shape.scale,
-        )
+        scale = self.batch.shape.scale
+        pages = self.cache, self.layout, batch
+        call = LatentCall(*pages, scale, output, lse, query, rope)
+        self.kernels.decode_attention(call, partials)
         return output

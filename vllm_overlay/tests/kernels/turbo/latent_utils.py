@@ -10,6 +10,7 @@ from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_SIZES,
     LatentFormat,
 )
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .utils import BF16, DEVICE, gaussian, random_bytes, random_scales, slots_of
@@ -62,4 +63,4 @@ def fill_latent_cache(
     for row, length in enumerate(seq_lens):
         slots = slots_of(block_table[row], 0, length, kv_cache.shape[1])
         vectors = latent_vectors(layout, length, dtype, seed=row + 100)
-        reference.store(kv_cache, slots, *vectors, layout)
+        reference.store(LatentStoreCall(kv_cache, slots, *vectors, layout))

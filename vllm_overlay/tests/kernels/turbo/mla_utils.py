@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.reference import inverse_rotate
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.worker.utils import customize_attention_spec
@@ -140,7 +141,9 @@ class MLABatch:
             requests, batch.slots, batch.latents
         ):
             parts = latent[:context], rope[:context] if layout.rope else None
-            reference.store(batch.cache, slots[:context], *parts, layout)
+            reference.store(
+                LatentStoreCall(batch.cache, slots[:context], *parts, layout)
+            )
         return batch
 
     @classmethod

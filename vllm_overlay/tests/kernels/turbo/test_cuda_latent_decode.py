@@ -31,6 +31,7 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
 )
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LatentCall
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .compile_kernels import RECORDED, compile_to_ptx, excess
@@ -205,18 +206,9 @@ def attend(
     lse = torch.full(query.shape[:2], math.nan, device=DEVICE)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     batch = DecodeBatch(num_seqs, table, lens, query_len, starts)
-    latent_decode.decode_attention(
-        query,
-        query_rope,
-        cache,
-        layout,
-        batch,
-        partials,
-        output,
-        lse,
-        SCALE,
-        plans=plans,
-    )
+    pages = cache, layout, batch
+    call = LatentCall(*pages, SCALE, output, lse, query, query_rope)
+    latent_decode.decode_attention(call, partials, plans=plans)
     return output, lse
 
 
@@ -246,9 +238,9 @@ def check_against_reference(
     batch = DecodeBatch(len(seq_lens), table, lens, max(query_lens), starts)
     expected = torch.empty_like(first[0])
     expected_lse = torch.empty_like(first[1])
-    reference.decode_attention(
-        query, query_rope, cache, layout, batch, None, expected, expected_lse, SCALE
-    )
+    pages = cache, layout, batch
+    call = LatentCall(*pages, SCALE, expected, expected_lse, query, query_rope)
+    reference.decode_attention(call)
     # Weights, queries and coordinates are rounded to fp16.
     error = (first[0] - expected).norm() / expected.norm()
     assert error <= 2**-9

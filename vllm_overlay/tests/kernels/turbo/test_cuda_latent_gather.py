@@ -9,6 +9,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_gather
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .compile_kernels import compile_to_ptx
@@ -46,8 +47,8 @@ def check_gather(
     shape = (num_tokens + 2, width + 8)
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     expected = torch.full(shape, math.nan, dtype=FP32, device=DEVICE)
-    latent_gather.gather(cache, buffer[:, :width], table, layout, *call)
-    reference.gather(cache, expected[:, :width], table, layout, *call)
+    latent_gather.gather(GatherCall(cache, buffer[:, :width], table, layout, *call))
+    reference.gather(GatherCall(cache, expected[:, :width], table, layout, *call))
     assert buffer[num_tokens:].isnan().all() and buffer[:, width:].isnan().all()
     found, expected = buffer[:num_tokens, :width].float(), expected[:num_tokens, :width]
     # The kernel computes in fp32.
@@ -86,13 +87,12 @@ def test_outputs_that_the_kernel_does_not_take_are_told():
     call = arguments([3], None)
     rows = torch.empty(3, 322, dtype=BF16, device=DEVICE)
     with pytest.raises(ValueError, match="output: the stride of axis 0, 322"):
-        latent_gather.gather(cache, rows[:, :320], table, LAYOUT, *call)
+        latent_gather.gather(GatherCall(cache, rows[:, :320], table, LAYOUT, *call))
     with pytest.raises(ValueError, match="output: 319 along axis 1, not 320"):
-        latent_gather.gather(cache, rows[:, :319], table, LAYOUT, *call)
+        latent_gather.gather(GatherCall(cache, rows[:, :319], table, LAYOUT, *call))
     with pytest.raises(ValueError, match="output: 3 rows, not 4"):
-        latent_gather.gather(
-            cache, rows[:, :320].contiguous(), table, LAYOUT, *arguments([4], None)
-        )
+        tokens = rows[:, :320].contiguous(), table, LAYOUT, *arguments([4], None)
+        latent_gather.gather(GatherCall(cache, *tokens))
 
 
 @requires_nvcc

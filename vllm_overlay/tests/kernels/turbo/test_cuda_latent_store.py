@@ -14,6 +14,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_store
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.reference import codec
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
@@ -114,7 +115,9 @@ def test_golden_bytes(name, head_size, parts):
     kv_c, k_pe = golden_vectors(layout)
     k_pe = None if k_pe is None else k_pe.to(DEVICE)
     slots = torch.arange(NUM_TOKENS, device=DEVICE)
-    latent_store.store(page, slots, kv_c.to(DEVICE), k_pe, layout, parts)
+    latent_store.store(
+        LatentStoreCall(page, slots, kv_c.to(DEVICE), k_pe, layout), parts
+    )
     expected = json.loads(FILE.read_text())[f"{name} {head_size}"]["page"]
     assert digest(page.cpu()) == expected
 
@@ -195,9 +198,9 @@ def test_page_beyond_4_gib(parts):
     inputs = latent_vectors(layout, 6)
     position = torch.tensor([0, 15, 3, 7, 1, 14], device=DEVICE)
     block = torch.tensor([0, 1, 2, 0, 1, 2], device=DEVICE)
-    reference.store(expected, block * 16 + position, *inputs, layout)
+    reference.store(LatentStoreCall(expected, block * 16 + position, *inputs, layout))
     slots = blocks[block] * 16 + position
-    latent_store.store(cache[:, 0], slots, *inputs, layout, parts)
+    latent_store.store(LatentStoreCall(cache[:, 0], slots, *inputs, layout), parts)
     assert torch.equal(cache[blocks, 0], expected)
 
 
@@ -208,13 +211,13 @@ def test_graph_replays_with_other_slots(parts):
     kv_c, k_pe = latent_vectors(layout, 24)
     cache, expected = (latent_cache(layout, 5, 16) for _ in range(2))
     slots = torch.full((24,), -1, device=DEVICE)
-    latent_store.store(cache, slots, kv_c, k_pe, layout, parts)
+    latent_store.store(LatentStoreCall(cache, slots, kv_c, k_pe, layout), parts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        latent_store.store(cache, slots, kv_c, k_pe, layout, parts)
+        latent_store.store(LatentStoreCall(cache, slots, kv_c, k_pe, layout), parts)
     slots.copy_(random_slots(24, 80))
     graph.replay()
-    reference.store(expected, slots, kv_c, k_pe, layout)
+    reference.store(LatentStoreCall(expected, slots, kv_c, k_pe, layout))
     assert torch.equal(cache, expected)
 
 
@@ -228,7 +231,7 @@ def test_inputs_that_the_kernel_does_not_take_are_told():
     def refused(message: str, *call: torch.Tensor | None, error=ValueError) -> None:
         store: Callable[..., None] = latent_store.store
         with pytest.raises(error, match=message):
-            store(*call, LAYOUT)
+            store(LatentStoreCall(*call, LAYOUT))
 
     odd = torch.empty(4, 260, dtype=BF16, device=DEVICE)
     refused("kv_c: the stride of axis 0, 260", cache, slots, odd[:, :256], k_pe)

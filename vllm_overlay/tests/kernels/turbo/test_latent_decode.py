@@ -11,9 +11,8 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
-from vllm.v1.attention.ops.turbo.latent import interface as latent_interface
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS
+from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS, LatentCall
 from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
 
 from .latent_utils import (
@@ -72,9 +71,9 @@ def attend(
     output = torch.full_like(query, math.nan, dtype=dtype or query.dtype)
     lse = torch.full(query.shape[:2], math.nan, device=DEVICE)
     batch = DecodeBatch(num_seqs, table, lens, query_len, start_loc)
-    decode_attention(
-        query, query_rope, cache, layout, batch, partials, output, lse, scale, tuning
-    )
+    pages = cache, layout, batch
+    call = LatentCall(*pages, scale, output, lse, query, query_rope)
+    decode_attention(call, partials, tuning)
     return output, lse
 
 
@@ -240,9 +239,9 @@ def test_padding():
     expected, expected_lse = torch.empty_like(output), torch.empty_like(lse)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     batch = DecodeBatch(4, table, lens, 2)
-    latent_reference.decode_attention(
-        query, query_rope, cache, layout, batch, None, expected, expected_lse, SCALE
-    )
+    pages = cache, layout, batch
+    call = LatentCall(*pages, SCALE, expected, expected_lse, query, query_rope)
+    latent_reference.decode_attention(call)
     assert (expected[unseen] == 0).all() and (expected_lse[unseen] == -math.inf).all()
     torch.testing.assert_close(output, expected, rtol=0.02, atol=0.01)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
@@ -347,12 +346,11 @@ def test_entry_points_are_the_interfaces():
 
     kernels = TritonLatentKernels()
     functions = {
-        "store": latent_interface.LatentStoreFn,
-        "decode_attention": latent_interface.LatentAttentionFn,
-        "gather": latent_interface.LatentGatherFn,
+        "store": ["call"],
+        "decode_attention": ["call", "partials"],
+        "gather": ["call"],
     }
-    for name, interface in functions.items():
-        _, *expected = inspect.signature(interface.__call__).parameters
+    for name, expected in functions.items():
         for owner in (kernels, latent_reference):
             found = list(inspect.signature(getattr(owner, name)).parameters.values())
             assert [p.name for p in found[: len(expected)]] == expected

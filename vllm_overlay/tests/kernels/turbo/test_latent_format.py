@@ -18,13 +18,14 @@ import regex as re
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_CODEBOOKS,
     LATENT_PRESETS,
     LATENT_SIZES,
     LatentFormat,
 )
-from vllm.v1.attention.ops.turbo.latent.interface import check_latent_pages
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.reference import codec
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate, rotate
@@ -187,7 +188,7 @@ def test_store_touches_its_bytes_only(name, head_size):
     cache = latent_cache(layout, 4, 32)
     kv_c, k_pe = latent_vectors(layout, 6)
     slots = torch.tensor([3 * 32 + 17, 0, -1, 3 * 32 + 15], device=DEVICE)
-    reference.store(cache, slots, kv_c, k_pe, layout)
+    reference.store(LatentStoreCall(cache, slots, kv_c, k_pe, layout))
     untouched = torch.ones(4, 32 * layout.slot_size, dtype=torch.bool)
     rows = reference.latent_addresses(layout)
     for block, token in ((3, 17), (0, 0), (3, 15)):
@@ -196,7 +197,7 @@ def test_store_touches_its_bytes_only(name, head_size):
     assert (cache.flatten(1).cpu()[untouched] == 0xFF).all()
     # Every other byte was written, as a page of zeros shows.
     cache.fill_(0)
-    reference.store(cache, slots, kv_c, k_pe, layout)
+    reference.store(LatentStoreCall(cache, slots, kv_c, k_pe, layout))
     assert (cache.flatten(1).cpu()[untouched] == 0).all()
     loaded = reference.load(cache, slots[[0, 1, 3]], layout)
     error = (inverse_rotate(loaded[0]) - kv_c[[0, 1, 3]].float()).norm(dim=-1)
@@ -287,10 +288,10 @@ def test_special_inputs_of_latents_are_defined(name):
 def test_other_pages_are_refused():
     layout = layout_of("turbo4", 576)
     cache = latent_cache(layout, 2, 32)
-    check_latent_pages(cache, layout)
+    check_pages(cache, layout)
     for other in (cache[..., 1:], cache[:, :24], cache[:, ::2]):
         with pytest.raises(ValueError, match="slots of 340 bytes"):
-            check_latent_pages(other, layout)
+            check_pages(other, layout)
 
 
 def golden_vectors(layout: LatentFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -312,7 +313,7 @@ def golden(name: str, head_size: int) -> dict[str, str]:
 
     def stored(slots: torch.Tensor) -> torch.Tensor:
         page = torch.zeros(1, 32, layout.slot_size, dtype=torch.uint8)
-        reference.store(page, slots, *golden_vectors(layout), layout)
+        reference.store(LatentStoreCall(page, slots, *golden_vectors(layout), layout))
         return page
 
     tokens = torch.arange(NUM_TOKENS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .latent_utils import fill_latent_cache, latent_cache, latent_presets
@@ -61,8 +62,8 @@ def check_gather(
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     expected = torch.full(shape, math.nan, dtype=FP32, device=DEVICE)
     width = layout.head_size
-    gather(cache, buffer[:, :width], table, layout, *call)
-    reference.gather(cache, expected[:, :width], table, layout, *call)
+    gather(GatherCall(cache, buffer[:, :width], table, layout, *call))
+    reference.gather(GatherCall(cache, expected[:, :width], table, layout, *call))
     assert buffer[num_tokens:].isnan().all() and buffer[:, width:].isnan().all()
     found = buffer[:num_tokens, :width].float()
     expected = expected[:num_tokens, :width]

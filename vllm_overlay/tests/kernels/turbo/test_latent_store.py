@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreFn
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall, LatentStoreFn
 from vllm.v1.attention.ops.turbo.reference import codec
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
@@ -39,8 +39,8 @@ def check_latent_bytes(
         store = latent_store.store
     num_blocks = slots.shape[0] * 2 // block_size + 3
     cache, expected = (latent_cache(layout, num_blocks, block_size) for _ in range(2))
-    reference.store(expected, slots, kv_c, k_pe, layout)
-    store(cache, slots, kv_c, k_pe, layout)
+    reference.store(LatentStoreCall(expected, slots, kv_c, k_pe, layout))
+    store(LatentStoreCall(cache, slots, kv_c, k_pe, layout))
     # The bytes between the blocks count as well.
     whole, expected_whole = (x._base for x in (cache, expected))
     assert whole is not None and torch.equal(whole, expected_whole)
@@ -101,6 +101,10 @@ def test_page_beyond_4_gib():
     kv_c, _ = latent_vectors(layout, 6)
     position = torch.tensor([0, 15, 3, 7, 1, 14], device=DEVICE)
     block = torch.tensor([0, 1, 2, 0, 1, 2], device=DEVICE)
-    reference.store(expected, block * 16 + position, kv_c, None, layout)
-    store(cache[:, 0], blocks[block] * 16 + position, kv_c, None, layout)
+    reference.store(
+        LatentStoreCall(expected, block * 16 + position, kv_c, None, layout)
+    )
+    store(
+        LatentStoreCall(cache[:, 0], blocks[block] * 16 + position, kv_c, None, layout)
+    )
     assert torch.equal(cache[blocks, 0], expected)

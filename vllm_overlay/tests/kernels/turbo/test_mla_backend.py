@@ -22,6 +22,7 @@ from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
 from vllm.v1.attention.ops.turbo.latent.choose import triton_latent_kernels
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.latent.runner import (
     MAX_ABSORBED_LEN,
     find_spans,
@@ -87,7 +88,9 @@ def assert_as_expected(
     num_tokens = batch.common.slot_mapping.numel()
     layout = batch.layer.impl.runner.layout
     rope = batch.k_pe.squeeze(1) if layout.rope else None
-    reference.store(before, batch.common.slot_mapping, batch.kv_c, rope, layout)
+    reference.store(
+        LatentStoreCall(before, batch.common.slot_mapping, batch.kv_c, rope, layout)
+    )
     assert num_tokens and torch.equal(batch.cache, before)
 
 

@@ -38,6 +38,7 @@ from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.choose import cuda_refusal
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS, LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.latent.runner import (
     LatentRunner,
     absorbed_query_len,
@@ -387,10 +388,8 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         """
         if kv_cache.numel() == 0:
             return
-        layout = self.runner.layout
-        rope = k_pe.squeeze(1) if layout.rope else None
         slots = slot_mapping.flatten()
-        self.runner.kernels.store(kv_cache, slots, kv_c_normed, rope, layout)
+        self.runner.store(kv_cache, slots, kv_c_normed, k_pe.squeeze(1))
 
     def forward_mqa(
         self,
@@ -423,14 +422,8 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         make = torch.empty_like if plan.writes_all else torch.zeros_like
         output = make(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self.runner.decode(
-            query,
-            rope if self.runner.layout.rope else None,
-            kv_c_and_k_pe_cache.view(torch.uint8),
-            plan,
-            output,
-            lse,
-        )
+        cache = kv_c_and_k_pe_cache.view(torch.uint8)
+        self.runner.decode(query, rope, cache, plan, output, lse)
         return output, lse
 
     def gather_context(
@@ -440,7 +433,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         block_table: torch.Tensor,
         chunk: MLACommonPrefillMetadata.ContextChunk,
     ) -> None:
-        self.runner.kernels.gather(
+        call = GatherCall(
             kv_cache.view(torch.uint8),
             workspace,
             block_table,
@@ -450,6 +443,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             chunk.num_context_tokens,
             chunk.starts,
         )
+        self.runner.kernels.gather(call)
 
     def forward_mha(  # type: ignore[override]
         self,
@@ -494,7 +488,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         context = prefill.chunked_context
         specs = self.runner.rows_specs(num_tokens)
         (rows,) = take_scratch(specs, kv_cache.device)
-        self.runner.kernels.gather(
+        call = GatherCall(
             kv_cache.view(torch.uint8),
             rows,
             prefill.block_table,
@@ -504,4 +498,5 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             num_tokens,
             None if context is None else context.context_lens,
         )
+        self.runner.kernels.gather(call)
         return rows

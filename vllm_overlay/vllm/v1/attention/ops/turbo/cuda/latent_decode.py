@@ -9,8 +9,6 @@ the batch's steps of 64 tokens evenly among its blocks, whatever the lengths.
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-import torch
-
 from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family
@@ -20,11 +18,11 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     plan_for,
     plans_of,
 )
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, Variant
+from vllm.v1.attention.ops.turbo.interface import Partials, Variant
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import (
     LATENT_MAX_SPLITS,
-    check_latent_query,
+    LatentCall,
 )
 
 # Partial results of a batch that there is room for in any case.
@@ -109,7 +107,7 @@ def num_decode_splits(
     query_len: int = 1,
     plans: Sequence[Plan] | None = None,
 ) -> int:
-    """The most splits of a sequence: a ``latent.interface.LatentSplitsFn``.
+    """The most splits of a sequence: a ``SplitsFn``.
 
     The kernel chooses the ranges of its blocks by lengths. A sequence that is alone
     gets a range on every multiprocessor, unless the batch is so large that its partial
@@ -134,40 +132,21 @@ def num_decode_splits(
 
 
 def decode_attention(
-    query: torch.Tensor,
-    query_rope: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    layout: LatentFormat,
-    batch: DecodeBatch,
+    call: LatentCall,
     partials: Partials,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
     enable_pdl: bool = True,
     plans: Sequence[Plan] | None = None,
 ) -> None:
-    """Attend to packed latents: a ``latent.interface.LatentAttentionFn``.
-
-    The layout must be one that this ``serves``, and the GPU must have no
-    ``unsupported_reason``. Coordinates are decoded to fp16, so rotary keys must be
-    within 65504.
+    """Attend to packed latents: a ``LatentAttentionFn``.
 
     Args:
-        query: (T, Hq, L) bf16 or fp16, in the coordinates of the rotated latent; last
-            axis contiguous, strides even.
-        query_rope: (T, Hq, R) of the same dtype; last axis contiguous, strides even;
-            None if R is 0.
-        kv_cache: (num_blocks, N, C) uint8; see ``check_latent_pages``.
-        layout: The cache's format.
-        batch: The sequences.
-        partials: Scratch; its size bounds the splits of a sequence.
-        output: (T, Hq, L) bf16, fp16 or fp32, written, in the coordinates of the
-            rotated latent; last axis contiguous.
-        lse: (T, Hq) fp32, written: natural log-sum-exp of the scores; last axis
-            contiguous.
-        scale: Softmax scale.
+        call: The tokens that are attended to, and the output. The layout is one that
+            this ``serves``, and the GPU has no ``unsupported_reason``. Queries' strides
+            are even. Coordinates are decoded to fp16, so rotary keys have to be within
+            65504.
+        partials: Scratch of vectors of L.
         enable_pdl: Whether kernels may begin before the previous one on the stream has
-            ended. They wait for the data that they read.
+            ended. They wait for what they read.
         plans: Plans to choose from, which run on the GPU; None for those that serve
             there.
 
@@ -176,24 +155,25 @@ def decode_attention(
             of its function.
 
     """
+    batch, device = call.batch, call.kv_cache.device
     if batch.num_seqs == 0:
         return
-    check_latent_query(query, query_rope, layout, batch, partials, output, lse)
+    call.check(partials)
     if plans is None:
-        plans = plans_on(kv_cache.device.index or 0)
-    plan = plan_for(query.shape[1] * batch.query_len, plans)
-    LATENT_DECODE.load(layout, plan, kv_cache.device)(
-        query,
-        query_rope,
-        kv_cache,
+        plans = plans_on(device.index or 0)
+    plan = plan_for(call.query.shape[1] * batch.query_len, plans)
+    LATENT_DECODE.load(call.layout, plan, device)(
+        call.query,
+        call.query_rope,
+        call.kv_cache,
         batch.block_table,
         batch.seq_lens,
         *partials,
         batch.query_start_loc,
-        output,
-        lse,
+        call.output,
+        call.lse,
         batch.num_seqs,
         batch.query_len,
-        scale,
+        call.scale,
         enable_pdl,
     )

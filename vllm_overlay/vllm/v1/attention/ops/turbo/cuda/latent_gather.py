@@ -2,11 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Gather for MLA as a CUDA kernel: dequantises cached context for a prefill."""
 
-import torch
-
 from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
 from vllm.v1.attention.ops.turbo.cuda.family import Family
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 
 GATHER = Family[LatentFormat, None](
     kernel="latent_gather",
@@ -19,37 +18,28 @@ GATHER = Family[LatentFormat, None](
 )
 
 
-def gather(
-    kv_cache: torch.Tensor,
-    output: torch.Tensor,
-    block_table: torch.Tensor,
-    layout: LatentFormat,
-    cu_seq_lens: torch.Tensor,
-    token_to_seq: torch.Tensor,
-    num_tokens: int,
-    seq_starts: torch.Tensor | None = None,
-    enable_pdl: bool = True,
-) -> None:
-    """Dequantise cached latents: a ``latent.interface.LatentGatherFn``.
+def gather(call: GatherCall, enable_pdl: bool = True) -> None:
+    """Dequantise cached latents: a ``GatherFn``.
 
-    The output's rows begin at multiples of four elements. With ``enable_pdl`` the
-    kernel may begin before the previous one on the stream has ended. It waits for the
-    data that it reads.
+    Args:
+        call: The tokens. Rows of the output begin at multiples of four elements.
+        enable_pdl: Whether the kernel may begin before the previous one on the stream
+            has ended. It waits for that before it reads what that may have written.
 
     Raises:
         RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
             of its function.
 
     """
-    if num_tokens == 0:
+    if call.num_tokens == 0:
         return
-    GATHER.load(layout, None, kv_cache.device)(
-        kv_cache,
-        output,
-        block_table,
-        cu_seq_lens,
-        token_to_seq,
-        num_tokens,
-        seq_starts,
+    GATHER.load(call.layout, None, call.kv_cache.device)(
+        call.kv_cache,
+        call.output,
+        call.block_table,
+        call.cu_seq_lens,
+        call.token_to_seq,
+        call.num_tokens,
+        call.seq_starts,
         enable_pdl,
     )

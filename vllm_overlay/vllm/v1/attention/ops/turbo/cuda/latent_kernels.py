@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
-from vllm.v1.attention.ops.turbo.interface import CUDA
+from vllm.v1.attention.ops.turbo.interface import CUDA, SplitsFn
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import (
+    GatherFn,
     LatentAttentionFn,
-    LatentGatherFn,
-    LatentSplitsFn,
     LatentStoreFn,
 )
 
@@ -24,11 +23,11 @@ class CudaLatentKernels(NamedTuple):
     name: str = CUDA
     store: LatentStoreFn = latent_store.store
     decode_attention: LatentAttentionFn = latent_decode.decode_attention
-    num_decode_splits: LatentSplitsFn = latent_decode.num_decode_splits
-    gather: LatentGatherFn = latent_gather.gather
+    num_decode_splits: SplitsFn = latent_decode.num_decode_splits
+    gather: GatherFn = latent_gather.gather
 
     def store_sizes(self, layout: LatentFormat) -> list[int]:
         return latent_store.store_sizes(layout)
 
-    def make_matrices(self, rank: int, device: torch.device) -> None:
-        latent_store.make_tables(rank, device)
+    def make_matrices(self, size: int, device: torch.device) -> None:
+        latent_store.make_tables(size, device)

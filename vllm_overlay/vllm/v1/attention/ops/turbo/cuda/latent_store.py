@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_SIZES,
     LatentFormat,
 )
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 
 # The most tokens with which four lanes share a group, by the rank. A warp then has 128
 # coordinates. With more tokens each lane has a group.
@@ -56,24 +57,13 @@ def make_tables(rank: int, device: torch.device) -> None:
 
 
 def store(
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor | None,
-    layout: LatentFormat,
-    parts: int | None = None,
-    enable_pdl: bool = True,
+    call: LatentStoreCall, parts: int | None = None, enable_pdl: bool = True
 ) -> None:
-    """Quantise latents and rotary keys: a ``latent.interface.LatentStoreFn``.
+    """Quantise latents and rotary keys into their slots: a ``LatentStoreFn``.
 
     Args:
-        kv_cache: (num_blocks, N, C) uint8, blocks at multiples of 16 bytes; see
-            ``check_latent_pages``.
-        slot_mapping: (T,) int64, block * N + position, or -1 to store nothing.
-        kv_c: (>= T, L) bf16 or fp16, rows contiguous and at multiples of 16 bytes.
-        k_pe: (>= T, R) of the same dtype, rows contiguous and at multiples of 8 bytes;
-            ignored if R is 0.
-        layout: The cache's format.
+        call: The tokens. Blocks of the cache and rows of ``kv_c`` are at multiples of
+            16 bytes, rows of ``k_pe`` at multiples of 8.
         parts: Lanes that share a scale group, 1 or 4; None for ``default_parts``.
         enable_pdl: Whether the kernel may begin before the previous one on the stream
             has ended. It waits for that before it reads or writes anything but
@@ -84,17 +74,18 @@ def store(
             of its function.
 
     """
-    num_tokens = slot_mapping.shape[0]
+    layout, device = call.layout, call.kv_cache.device
+    num_tokens = call.slot_mapping.shape[0]
     if num_tokens == 0:
         return
     if parts is None:
         parts = default_parts(num_tokens, layout)
-    LATENT_STORE.load(layout, None, kv_cache.device)(
-        kv_cache,
-        slot_mapping,
-        kv_c,
-        k_pe if layout.rope else None,
-        level_tables(layout, kv_cache.device),
+    LATENT_STORE.load(layout, None, device)(
+        call.kv_cache,
+        call.slot_mapping,
+        call.kv_c,
+        call.k_pe if layout.rope else None,
+        level_tables(layout, device),
         parts,
         enable_pdl,
     )

@@ -25,7 +25,7 @@ def check_pages(kv_cache: torch.Tensor, layout: PageLayout) -> None:
     """Check the kernels' preconditions on a layer's cache.
 
     Args:
-        kv_cache: (num_blocks, H, N, C) uint8.
+        kv_cache: (num_blocks, H, N, C) uint8, or (num_blocks, N, C) with MLA.
         layout: The cache's format.
 
     Raises:
@@ -33,11 +33,11 @@ def check_pages(kv_cache: torch.Tensor, layout: PageLayout) -> None:
             multiple of 16 bytes, or is not a whole number of tiles.
 
     """
-    block_size, slot_size = kv_cache.shape[2:]
-    alignments = (block_size, *kv_cache.stride()[:2], kv_cache.data_ptr())
+    block_size, slot_size = kv_cache.shape[-2:]
+    alignments = (block_size, *kv_cache.stride()[:-2], kv_cache.data_ptr())
     if (
         slot_size != layout.slot_size
-        or kv_cache.stride()[2:] != (slot_size, 1)
+        or kv_cache.stride()[-2:] != (slot_size, 1)
         or any(x % TILE_TOKENS for x in alignments)
     ):
         raise ValueError(

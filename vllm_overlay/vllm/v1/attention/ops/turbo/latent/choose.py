@@ -13,7 +13,7 @@ from vllm.v1.attention.ops.turbo.choose import (
 )
 from vllm.v1.attention.ops.turbo.cuda.module_builds import ModuleBuilds
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import LatentKernels
+from vllm.v1.attention.ops.turbo.latent.kernels import LatentKernels
 
 
 def triton_latent_kernels(reason: str = "") -> LatentKernels:

@@ -22,7 +22,8 @@ from vllm.v1.attention.ops.turbo.latent.choose import (
     start_latent_builds,
 )
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import LatentKernels
+from vllm.v1.attention.ops.turbo.latent.interface import LatentCall, LatentStoreCall
+from vllm.v1.attention.ops.turbo.latent.kernels import LatentKernels
 from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots, take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
@@ -226,27 +227,40 @@ class LatentRunner:
     def decode(
         self,
         query: torch.Tensor,
-        query_rope: torch.Tensor | None,
+        query_rope: torch.Tensor,
         kv_cache: torch.Tensor,
         plan: DecodePlan,
         output: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Attend from all tokens of a plan; arguments as in ``LatentAttentionFn``."""
+        """Attend from all tokens of a plan: see ``LatentCall``."""
         scratch = take_scratch(self.partials_specs(plan.num_partials), query.device)
-        for call in plan.calls:
-            own, count = call.tokens, call.num_partials
-            self.kernels.decode_attention(
-                query[own],
-                None if query_rope is None else query_rope[own],
+        for planned in plan.calls:
+            own, count = planned.tokens, planned.num_partials
+            call = LatentCall(
                 kv_cache,
                 self.layout,
-                call.batch,
-                Partials(*(tensor[:count] for tensor in scratch)),
+                planned.batch,
+                self.scale,
                 output[own],
                 lse[own],
-                self.scale,
+                query[own],
+                query_rope[own] if self.layout.rope else None,
             )
+            partials = Partials(*(tensor[:count] for tensor in scratch))
+            self.kernels.decode_attention(call, partials)
+
+    def store(
+        self,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+    ) -> None:
+        """Store tokens: see ``LatentStoreCall``."""
+        rope = k_pe if self.layout.rope else None
+        call = LatentStoreCall(kv_cache, slot_mapping, kv_c, rope, self.layout)
+        self.kernels.store(call)
 
     def partials_specs(self, num_partials: int) -> TensorSpecs:
         """Shapes and dtypes of the results of splits."""

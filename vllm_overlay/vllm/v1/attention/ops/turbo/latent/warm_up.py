@@ -6,6 +6,7 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
+from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner, plan_spans
 from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 
@@ -44,25 +45,19 @@ def _run_attention(
     vectors = (num_tokens, 1 + shape.num_heads, size)
     zeros = torch.zeros(vectors, dtype=shape.dtype, device=device)
     latents, ropes = zeros.split([layout.rank, layout.rope], -1)
-    has_rope = layout.rope > 0
-    runner.kernels.store(
-        kv_cache,
-        torch.arange(num_tokens, device=device),
-        latents[:, 0],
-        ropes[:, 0] if has_rope else None,
-        layout,
-    )
+    slots = torch.arange(num_tokens, device=device)
+    runner.store(kv_cache, slots, latents[:, 0], ropes[:, 0])
     spans = plan_spans(query_lens, num_tokens, starts, runner.decode_len)
     query = latents[:, 1:].contiguous()
     runner.decode(
         query,
-        ropes[:, 1:] if has_rope else None,
+        ropes[:, 1:],
         kv_cache,
         runner.plan(spans, table, seq_lens),
         torch.empty_like(query),
         torch.empty(num_tokens, shape.num_heads, device=device),
     )
-    runner.kernels.gather(
+    call = GatherCall(
         kv_cache,
         zeros[:, 0].contiguous(),
         table,
@@ -72,6 +67,7 @@ def _run_attention(
         num_tokens,
         torch.zeros(num_seqs, dtype=torch.int32, device=device),
     )
+    runner.kernels.gather(call)
 
 
 def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) -> None:
@@ -81,7 +77,7 @@ def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) ->
     zeros = torch.zeros(1, size, dtype=runner.shape.dtype, device=device)
     latent, rope = zeros.expand(num_tokens, -1).split([layout.rank, layout.rope], -1)
     slots = torch.full((num_tokens,), -1, device=device)
-    runner.kernels.store(kv_cache, slots, latent, rope if layout.rope else None, layout)
+    runner.store(kv_cache, slots, latent, rope)
 
 
 def _run_kernels(runner: LatentRunner, device: torch.device) -> None:

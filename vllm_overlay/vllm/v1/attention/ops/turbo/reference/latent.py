@@ -7,21 +7,22 @@ serves CPU tensors. Shapes: T tokens, L the rank of the latent, R the rotary
 coordinates, G = L / 16 scale groups.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
+from vllm.v1.attention.ops.turbo.interface import Partials, SplitsFn
 from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import (
+    GatherCall,
+    GatherFn,
     LatentAttentionFn,
-    LatentGatherFn,
+    LatentCall,
+    LatentStoreCall,
     LatentStoreFn,
-    check_latent_query,
 )
 from vllm.v1.attention.ops.turbo.reference.attention import attention
 from vllm.v1.attention.ops.turbo.reference.bytes import (
@@ -165,14 +166,9 @@ def _rows(
     return pages, ((slots // block_size)[:, None], addresses)
 
 
-def store(
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor | None,
-    layout: LatentFormat,
-) -> None:
-    """A ``latent.interface.LatentStoreFn``, for any floating dtype."""
+def store(call: LatentStoreCall) -> None:
+    """A ``LatentStoreFn``, for any floating dtype."""
+    kv_cache, slot_mapping, kv_c, k_pe, layout = call
     kept = slot_mapping >= 0
     num_tokens = slot_mapping.shape[0]
     index, scales = quantize_latent(kv_c[:num_tokens][kept], layout)
@@ -211,20 +207,11 @@ def load(
     return latent, dequantize_rope(rope.contiguous().view(torch.int8), rope_scales)
 
 
-def decode_attention(
-    query: torch.Tensor,
-    query_rope: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    layout: LatentFormat,
-    batch: DecodeBatch,
-    partials: Partials | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> None:
-    """A ``latent.interface.LatentAttentionFn`` in fp32, which needs no ``partials``."""
+def decode_attention(call: LatentCall, partials: Partials | None = None) -> None:
+    """A ``LatentAttentionFn`` in fp32, which needs no ``partials``."""
     if partials is not None:
-        check_latent_query(query, query_rope, layout, batch, partials, output, lse)
+        call.check(partials)
+    kv_cache, batch, output, lse = call.kv_cache, call.batch, call.output, call.lse
     starts = batch.query_start_loc
     if starts is None:
         starts = torch.arange(0, batch.num_query_slots + 1, batch.query_len)
@@ -241,32 +228,25 @@ def decode_attention(
         positions = torch.arange(seq_len, device=kv_cache.device)
         blocks = batch.block_table[row, positions // block_size].long()
         slots = blocks * block_size + positions % block_size
-        latent, rope = load(kv_cache, slots, layout)
-        queries = query[begin:end].float()
-        if query_rope is not None:
-            queries = torch.cat([queries, query_rope[begin:end].float()], -1)
+        latent, rope = load(kv_cache, slots, call.layout)
+        queries = call.query[begin:end].float()
+        if call.query_rope is not None:
+            queries = torch.cat([queries, call.query_rope[begin:end].float()], -1)
         keys = torch.cat([latent, rope], -1)
-        result = attention(queries, keys[:, None], latent[:, None], scale)
+        result = attention(queries, keys[:, None], latent[:, None], call.scale)
         output[begin:end] = result[0].to(output.dtype)
         lse[begin:end] = result[1]
 
 
-def gather(
-    kv_cache: torch.Tensor,
-    output: torch.Tensor,
-    block_table: torch.Tensor,
-    layout: LatentFormat,
-    cu_seq_lens: torch.Tensor,
-    token_to_seq: torch.Tensor,
-    num_tokens: int,
-    seq_starts: torch.Tensor | None = None,
-) -> None:
-    """A ``latent.interface.LatentGatherFn``, for any floating dtype."""
+def gather(call: GatherCall) -> None:
+    """A ``GatherFn``, for any floating dtype."""
+    kv_cache, output, block_table, layout, cu_seq_lens, *_ = call
+    num_tokens = call.num_tokens
     block_size = kv_cache.shape[1]
-    seqs = token_to_seq[:num_tokens].long()
+    seqs = call.token_to_seq[:num_tokens].long()
     positions = torch.arange(num_tokens, device=seqs.device) - cu_seq_lens[seqs]
-    if seq_starts is not None:
-        positions = positions + seq_starts[seqs]
+    if call.seq_starts is not None:
+        positions = positions + call.seq_starts[seqs]
     blocks = block_table[seqs, positions // block_size].long()
     latent, rope = load(kv_cache, blocks * block_size + positions % block_size, layout)
     rows = torch.cat([inverse_rotate(latent), rope], -1)
@@ -276,7 +256,7 @@ def gather(
 def num_torch_splits(
     num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """A ``LatentSplitsFn``: PyTorch's operators do not split sequences."""
+    """A ``SplitsFn``: PyTorch's operators do not split sequences."""
     return 1
 
 
@@ -287,11 +267,11 @@ class TorchLatentKernels(NamedTuple):
     name: str = "PyTorch"
     store: LatentStoreFn = store
     decode_attention: LatentAttentionFn = decode_attention
-    num_decode_splits: Callable[..., int] = num_torch_splits
-    gather: LatentGatherFn = gather
+    num_decode_splits: SplitsFn = num_torch_splits
+    gather: GatherFn = gather
 
     def store_sizes(self, layout: LatentFormat) -> list[int]:
         return []
 
-    def make_matrices(self, rank: int, device: torch.device) -> None:
+    def make_matrices(self, size: int, device: torch.device) -> None:
         pass

@@ -9,16 +9,13 @@ of a sequence's query tokens, and a program has a block of rows. Softmax is in b
 from functools import cache
 from typing import NamedTuple
 
-import torch
-
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
-from vllm.v1.attention.ops.turbo.interface import LOG2_E, DecodeBatch, Partials
-from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, Partials
 from vllm.v1.attention.ops.turbo.latent.interface import (
     LATENT_MAX_SPLITS,
-    check_latent_pages,
-    check_latent_query,
+    LatentCall,
 )
 from vllm.v1.attention.ops.turbo.triton.latent_codec import latent_layout
 from vllm.v1.attention.ops.turbo.triton.latent_decode_kernel import (
@@ -147,7 +144,7 @@ def _merge_latent_kernel(
 def num_decode_splits(
     num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1
 ) -> int:
-    """A ``LatentSplitsFn``: as many splits as run at once."""
+    """A ``SplitsFn``: as many splits as run at once."""
     num_rows = query_len * num_heads
     tuning = default_tuning(num_rows)
     programs = max(1, num_seqs * triton.cdiv(num_rows, tuning.block_h))
@@ -156,30 +153,20 @@ def num_decode_splits(
 
 
 def decode_attention(
-    query: torch.Tensor,
-    query_rope: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    layout: LatentFormat,
-    batch: DecodeBatch,
-    partials: Partials,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    tuning: LatentTuning | None = None,
+    call: LatentCall, partials: Partials, tuning: LatentTuning | None = None
 ) -> None:
-    """A ``latent.interface.LatentAttentionFn``; ``tuning`` is for benchmarks."""
+    """A ``LatentAttentionFn``; ``tuning`` is for benchmarks."""
+    kv_cache, layout, batch = call.kv_cache, call.layout, call.batch
+    query, output, lse = call.query, call.output, call.lse
     num_heads = query.shape[1]
-    check_latent_pages(kv_cache, layout)
-    num_splits = check_latent_query(
-        query, query_rope, layout, batch, partials, output, lse
-    )
+    check_pages(kv_cache, layout)
+    num_splits = call.check(partials)
     if batch.num_seqs == 0:
         return
     num_rows = num_heads * batch.query_len
     if tuning is None:
         tuning = default_tuning(num_rows, layout.bits)
-    if layout.rope == 0:
-        query_rope = None
+    query_rope = call.query_rope if layout.rope else None
     start_loc = batch.query_start_loc
     grid = (triton.cdiv(num_rows, tuning.block_h), batch.num_seqs, num_splits)
     decode_latent_kernel[grid](
@@ -190,7 +177,7 @@ def decode_attention(
         batch.seq_lens,
         batch.seq_lens if start_loc is None else start_loc,
         partials,
-        scale * LOG2_E,
+        call.scale * LOG2_E,
         num_splits,
         batch.query_len,
         LatentStrides(

@@ -3,12 +3,10 @@
 # mypy: disable-error-code="assignment"
 """Gather for MLA: dequantises cached context for a prefill, and rotates it back."""
 
-import torch
-
 from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import check_latent_pages
+from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.triton.latent_codec import (
     ROPE_UNIT,
     latent_layout,
@@ -99,18 +97,11 @@ def _gather_latent_kernel(
         tl.store(output_row[:, None] + (r + RANK), rope, mask=inside[:, None])
 
 
-def gather(
-    kv_cache: torch.Tensor,
-    output: torch.Tensor,
-    block_table: torch.Tensor,
-    layout: LatentFormat,
-    cu_seq_lens: torch.Tensor,
-    token_to_seq: torch.Tensor,
-    num_tokens: int,
-    seq_starts: torch.Tensor | None = None,
-) -> None:
-    """A ``latent.interface.LatentGatherFn``."""
-    check_latent_pages(kv_cache, layout)
+def gather(call: GatherCall) -> None:
+    """A ``GatherFn``."""
+    kv_cache, output, block_table, layout = call[:4]
+    num_tokens = call.num_tokens
+    check_pages(kv_cache, layout)
     assert output.shape[0] >= num_tokens and output.shape[1] == layout.head_size
     assert output.stride(1) == block_table.stride(1) == 1
     if num_tokens == 0:
@@ -122,9 +113,9 @@ def gather(
         output,
         rotation_matrix(layout.rank, kv_cache.device, inverse=True),
         block_table,
-        cu_seq_lens,
-        token_to_seq,
-        seq_starts,
+        call.cu_seq_lens,
+        call.token_to_seq,
+        call.seq_starts,
         num_tokens,
         inverse_sqrt(layout.rank),
         kv_cache.stride(0),

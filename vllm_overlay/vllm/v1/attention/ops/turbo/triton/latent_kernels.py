@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import TRITON
+from vllm.v1.attention.ops.turbo.interface import TRITON, SplitsFn
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import (
+    GatherFn,
     LatentAttentionFn,
-    LatentGatherFn,
-    LatentSplitsFn,
     LatentStoreFn,
 )
 from vllm.v1.attention.ops.turbo.triton import (
@@ -29,12 +28,12 @@ class TritonLatentKernels(NamedTuple):
     name: str = TRITON
     store: LatentStoreFn = latent_store.store
     decode_attention: LatentAttentionFn = latent_decode.decode_attention
-    num_decode_splits: LatentSplitsFn = latent_decode.num_decode_splits
-    gather: LatentGatherFn = latent_gather.gather
+    num_decode_splits: SplitsFn = latent_decode.num_decode_splits
+    gather: GatherFn = latent_gather.gather
 
     def store_sizes(self, layout: LatentFormat) -> list[int]:
         return latent_store.store_sizes(layout)
 
-    def make_matrices(self, rank: int, device: torch.device) -> None:
-        latent_store.encoder_matrix(rank, device)
-        rotation_matrix(rank, device, inverse=True)
+    def make_matrices(self, size: int, device: torch.device) -> None:
+        latent_store.encoder_matrix(size, device)
+        rotation_matrix(size, device, inverse=True)

@@ -11,10 +11,11 @@ import torch
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
+from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import check_latent_pages
+from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.triton.codec import scale_value
 from vllm.v1.attention.ops.turbo.triton.encode import encode_vectors
 from vllm.v1.attention.ops.turbo.triton.pages import tile_pointers
@@ -177,16 +178,11 @@ def store_sizes(layout: LatentFormat) -> list[int]:
     return [1, SMALL_BATCH + 1]
 
 
-def store(
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor | None,
-    layout: LatentFormat,
-) -> None:
-    """A ``latent.interface.LatentStoreFn``."""
+def store(call: LatentStoreCall) -> None:
+    """A ``LatentStoreFn``."""
+    kv_cache, slot_mapping, kv_c, k_pe, layout = call
     num_tokens, rank = slot_mapping.shape[0], layout.rank
-    check_latent_pages(kv_cache, layout)
+    check_pages(kv_cache, layout)
     assert kv_c.shape[0] >= num_tokens and kv_c.shape[1] == rank, kv_c.shape
     assert kv_c.stride(1) == 1
     if layout.rope:
