@@ -31,7 +31,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAMetadataBuilder
+from vllm.v1.attention.backends.mla.turbo_mla_metadata import TurboMLAMetadataBuilder
 from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot

@@ -13,10 +13,8 @@ from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.mla import turbo_mla
-from vllm.v1.attention.backends.mla.turbo_mla import (
-    TurboMLABackend,
-    TurboMLAMetadataBuilder,
-)
+from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
+from vllm.v1.attention.backends.mla.turbo_mla_metadata import TurboMLAMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
