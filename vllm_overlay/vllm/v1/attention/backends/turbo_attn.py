@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
 from vllm.v1.attention.ops.turbo import reasons, reference, refusals
 from vllm.v1.attention.ops.turbo.choose import cuda_refusal
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
-from vllm.v1.attention.ops.turbo.interface import StoreCall
+from vllm.v1.attention.ops.turbo.interface import Scoring, StoreCall
 from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
@@ -247,13 +247,10 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         assert isinstance(dtype, torch.dtype)
         self.runner = TurboRunner(
             LayerShape(num_heads, self.num_kv_heads, head_size, dtype),
-            self.scale,
             TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
+            Scoring(self.scale, sliding_window, sinks, logits_soft_cap),
             vllm_config,
             window_choice(vllm_config, sliding_window, self.states_per_token),
-            sliding_window,
-            sinks,
-            logits_soft_cap,
             self.states_per_token,
             ContextParallel.of_config(vllm_config) if self.dcp_world_size > 1 else None,
         )

@@ -147,13 +147,10 @@ class TurboRunner:
     def __init__(
         self,
         shape: LayerShape,
-        scale: float,
         layout: TurboFormat,
+        scoring: Scoring,
         vllm_config: VllmConfig,
         window_wanted: int = 0,
-        sliding_window: int | None = None,
-        sinks: torch.Tensor | None = None,
-        logits_soft_cap: float | None = None,
         states_per_token: int = 1,
         context_parallel: ContextParallel | None = None,
     ) -> None:
@@ -164,7 +161,6 @@ class TurboRunner:
             assert shape.num_kv_heads == 1, shape
             num_heads = context_parallel.size * shape.num_heads
             self.context_shape = shape._replace(num_heads=num_heads)
-        self.scale = scale
         self.layout = layout
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         self.all_stored = self.stored
@@ -184,11 +180,12 @@ class TurboRunner:
             # Gemma 4's larger heads see no spans.
             and shape.head_size <= FLASH_ATTN_MAX_HEAD_SIZE
         )
-        self.prefill_limits = self._prefill_limits(sliding_window)
-        self.sliding_window = sliding_window
-        self.sinks = sinks
-        self.logits_soft_cap = logits_soft_cap
-        self.key_offset: torch.Tensor | None = None
+        self.prefill_limits = self._prefill_limits(scoring.sliding_window)
+        self.scale = scoring.scale
+        self.sliding_window = scoring.sliding_window
+        self.sinks = scoring.sinks
+        self.logits_soft_cap = scoring.soft_cap
+        self.key_offset = scoring.key_offset
         self.key_bias: KeyBias | None = None
         self.key_offset_replicas = 1
         self.is_beside_offset = False
