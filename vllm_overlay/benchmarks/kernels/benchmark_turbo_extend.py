@@ -234,13 +234,9 @@ class PrefillArm(TurboArm):
         shape, dtype = batch.shape, batch.query.dtype
         layer = LayerShape(shape.num_heads, shape.num_kv_heads, shape.head_size, dtype)
         limits = prefill_plan.prefill_limits(layer, stored=False)
-        self.plan = prefill_plan.plan_prefill(
-            batch.query_start_loc().cpu(),
-            batch.seq_lens.cpu(),
-            batch.block_table,
-            False,
-            limits,
-            torch.device(batch.device),
+        planner = prefill_plan.PrefillPlanner(False, limits, torch.device(batch.device))
+        self.plan = planner.plan(
+            batch.query_start_loc().cpu(), batch.seq_lens.cpu(), batch.block_table
         )
         specs = PrefillScratch.specs(
             layer, self.plan.max_buffered_tokens(), limits.piece_tokens

@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.turbo_attn import (
 )
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.interface import StoreCall
-from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlanner
+from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlanner
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace
 
@@ -307,6 +307,6 @@ def test_forward_plans_nothing(folder, mode, path, monkeypatch):
     assert metadata.decode_scratch == {}
     for name in ("plan", "_call", "_cuts"):
         monkeypatch.delattr(DecodePlanner, name)
-    monkeypatch.setattr(prefill_plan, "plan_prefill", None)
+    monkeypatch.delattr(PrefillPlanner, "plan")
     batch.check(impl, batch.run(impl, metadata, path))
     assert list(metadata.decode_scratch) == [impl.runner.shape]

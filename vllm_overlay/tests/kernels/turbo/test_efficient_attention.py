@@ -17,6 +17,7 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.layer import flash
 from vllm.v1.attention.ops.turbo.layer.efficient_attention import efficient_attention
+from vllm.v1.attention.ops.turbo.planning.tokens import SeqLens
 
 from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
@@ -131,22 +132,15 @@ def test_equals_flash_attention(served, lengths, group, dtype):
     results = []
     for attend in (tested, flash_attn_stand_in):
         out = torch.full_like(query, math.nan)
-        results.append(
-            attend(
-                q=query,
-                k=qkv[:, :num_kv_heads],
-                v=qkv[:, num_kv_heads:-1],
-                out=out,
-                cu_seqlens_q=bounds[0],
-                max_seqlen_q=max(query_lens),
-                cu_seqlens_k=bounds[1],
-                max_seqlen_k=max(key_lens),
-                softmax_scale=size**-0.5,
-                causal=causal,
-                return_softmax_lse=True,
-            )
+        key, value = qkv[:, :num_kv_heads], qkv[:, num_kv_heads:-1]
+        lens = [
+            SeqLens(cu_lens, max(own), sum(own))
+            for cu_lens, own in zip(bounds, (query_lens, key_lens))
+        ]
+        lse = flash.attend(
+            attend, query, key, value, out, *lens, size**-0.5, causal=causal
         )
-        assert results[-1][0] is out
+        results.append((out, lse))
     (output, lse), (expected, expected_lse) = results
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(output, expected, rtol=rounding, atol=2 * rounding)
@@ -169,8 +163,7 @@ def test_memory_beside_the_output(group):
     out = torch.empty_like(query)
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    efficient_attention(
-        query, key, key, out, bounds, max(lens), bounds, max(lens), 1.0, True
-    )
+    own = SeqLens(bounds, max(lens), num_tokens)
+    efficient_attention(query, key, key, out, own, own, 1.0)
     taken = torch.accelerator.max_memory_allocated() - before
     assert taken <= (8 * num_kv_heads + 1) * 2**20, taken

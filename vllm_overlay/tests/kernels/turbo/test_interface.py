@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
     StoreCall,
 )
+from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, SeqLens
 from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
@@ -81,9 +82,8 @@ def call_attention(attend: Callable[..., None], pages: torch.Tensor) -> None:
 def call_gather(pages: torch.Tensor) -> None:
     """Dequantise the first block."""
     key, value = (zeros(16, NUM_KV_HEADS, LAYOUT.head_size) for _ in range(2))
-    triton_prefill.gather_context(
-        pages, ints(0)[None], ints(0), ints(0, 16), 16, 16, LAYOUT, key, value
-    )
+    piece = CachedPiece(ints(0), SeqLens(ints(0, 16), 16, 16))
+    triton_prefill.gather_context(pages, ints(0)[None], piece, LAYOUT, key, value)
 
 
 # All entry points that take pages, by name.

@@ -387,21 +387,24 @@ def test_plan(stored):
             assert len(parts) == len(own)
             for tokens, each in zip(own, parts):
                 for part in each:
-                    assert part.num_queries > 0
-                    assert part.query_start_loc.tolist() == [0, part.num_queries]
-                    assert part.cu_lens.tolist() == [0, part.num_keys]
+                    num_queries = part.tokens.stop - part.tokens.start
+                    num_keys = part.keys.stop - part.keys.start
+                    assert num_queries == part.queries.max_len > 0
+                    assert num_keys == part.key_lens.max_len
+                    assert part.queries.cu_lens.tolist() == [0, num_queries]
+                    assert part.key_lens.cu_lens.tolist() == [0, num_keys]
                     assert (part.runs is not None) == stored
-                    for i in range(part.num_queries):
+                    for i in range(num_queries):
                         place = tokens.start + part.tokens.start + i
                         row = int(part.block_table)
                         position = contexts[row] + place - int(starts[row])
                         # Positions as FlashAttention counts them.
-                        shift = part.num_keys - part.num_queries
+                        shift = num_keys - num_queries
                         first = i + shift - part.window_size[0]
                         assert part.keys.start + first == place + 1
                         if part.runs is not None:
-                            assert int(part.runs.starts) + i == position
-                            assert int(part.runs.cached_lens) == part.num_keys
+                            assert int(part.runs.cached.starts) + i == position
+                            assert int(part.runs.cached.cached_lens) == num_keys
                         assert place not in found
-                        found[place] = (row, position, part.num_keys - first)
+                        found[place] = (row, position, num_keys - first)
             assert found == expected

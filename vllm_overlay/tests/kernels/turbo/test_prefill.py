@@ -16,9 +16,10 @@ from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
 from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillLimits,
-    plan_prefill,
+    PrefillPlanner,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, PrefillScratch
+from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, SeqLens
 
 from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import (
@@ -105,17 +106,12 @@ def gather(
     shape = (sum(lens) + 2, cache.shape[1], layout.head_size)
     key = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     value = torch.full_like(key, math.nan)
-    gather_context(
-        cache,
-        table,
+    bounds = torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
+    piece = CachedPiece(
         torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        torch.tensor([0, *lens], device=DEVICE).cumsum(0).int(),
-        max(lens),
-        sum(lens),
-        layout,
-        key,
-        value,
+        SeqLens(bounds, max(lens), sum(lens)),
     )
+    gather_context(cache, table, piece, layout, key, value)
     return key, value
 
 
@@ -229,14 +225,8 @@ def check_prefill(
     reference.store(StoreCall(cache, torch.cat(rows), key, value, layout))
 
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).int()
-    plan = plan_prefill(
-        starts,
-        torch.tensor(seq_lens, dtype=torch.int32),
-        table,
-        stored,
-        limits,
-        DEVICE,
-    )
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    plan = PrefillPlanner(stored, limits, DEVICE).plan(starts, lens, table)
     buffered = plan.max_buffered_tokens()
     num_buffered = buffered or 0
     assert (num_buffered > 0) == (stored or any(context_lens))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.planning.cuts import (
-    batch_requests,
     plan_runs,
     plan_slices,
 )
@@ -16,8 +15,8 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
     PIECE_BYTES,
     ROW_BYTES,
     PrefillLimits,
+    PrefillPlanner,
     plan_context,
-    plan_prefill,
     prefill_limits,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
@@ -113,7 +112,8 @@ def test_limits_without_flash_attention(stored):
     limits = prefill_limits(LayerShape(8, 2, 512, BF16), stored)
     starts = torch.tensor([0, 3, 8192], dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
-    plan = plan_prefill(starts, starts.diff(), table, stored, limits, DEVICE)
+    planner = PrefillPlanner(stored, limits, DEVICE)
+    plan = planner.plan(starts, starts.diff(), table)
     assert [part.tokens.stop for part in plan.slices] == [2048, 4096, 6144, 8192]
     assert plan.max_buffered_tokens() == (2048 if stored else 0)
 
@@ -127,7 +127,7 @@ def test_scratch_of_a_plan(stored):
     raw_lens = [40, 20], [40, 10, 10], [14, 14, 12, 20]
     for contexts, lens in zip(([0, 0], [0, 9], [70, 0]), raw_lens):
         seq_lens = torch.tensor(contexts, dtype=torch.int32) + starts.diff()
-        plan = plan_prefill(starts, seq_lens, table, stored, limits, DEVICE)
+        plan = PrefillPlanner(stored, limits, DEVICE).plan(starts, seq_lens, table)
         found = [part.tokens.stop - part.tokens.start for part in plan.slices]
         assert found == ([15] * 4 if stored else lens)
         own = [length for part, length in zip(plan.slices, found) if part.cached]
@@ -135,7 +135,7 @@ def test_scratch_of_a_plan(stored):
         for part in plan.slices:
             assert (part.raw is None) == stored
             for cached in part.cached:
-                assert all(piece.num_tokens <= 32 for piece in cached.pieces)
+                assert all(piece.lens.num_tokens <= 32 for piece in cached.pieces)
                 assert stored == (cached.own is not None)
 
 
@@ -163,18 +163,15 @@ def test_neighbours_fit_into_the_scratch_of_a_piece():
     query_lens = torch.tensor([5, 9, 3, 70, 8, 8, 8, 8, 8], dtype=torch.int32)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()])
     table = torch.zeros(9, 8, dtype=torch.int32)
+    planner = PrefillPlanner(False, PrefillLimits(16, 32), DEVICE)
     for contexts in (0, 9):
-        plan = plan_prefill(
-            starts, query_lens + contexts, table, False, PrefillLimits(16, 32), DEVICE
-        )
+        plan = planner.plan(starts, query_lens + contexts, table)
         assert any(part.has_neighbours for part in plan.slices)
         assert plan.max_buffered_tokens() == (0 if contexts == 0 else 16)
         for part in plan.slices:
             assert part.raw is not None
             assert not part.has_neighbours or part.raw.num_tokens <= 32
-    alone = plan_prefill(
-        starts[:2], query_lens[:1], table[:1], False, PrefillLimits(16, 32), DEVICE
-    )
+    alone = planner.plan(starts[:2], query_lens[:1], table[:1])
     assert alone.max_buffered_tokens() is None
 
 
@@ -185,7 +182,7 @@ def test_side_by_side_has_each_request_once(contexts, piece_tokens):
 
     Each range has context, so that each request's output is written.
     """
-    ranges = batch_requests(contexts, piece_tokens)
+    ranges = plan_runs(contexts, piece_tokens, may_be_empty=False)
     assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
     assert ranges[-1][1] == len(contexts)
     for first, last in ranges:

@@ -168,25 +168,28 @@ def test_slices(window, stored):
         for each in slices:
             runs, begins = (
                 each.runs,
-                (each.query_start_loc + each.tokens.start).tolist(),
+                (each.queries.cu_lens + each.tokens.start).tolist(),
             )
             assert begins[-1] == each.tokens.stop
-            assert each.max_query_len == max(each.query_start_loc.diff())
+            assert each.queries.max_len == max(each.queries.cu_lens.diff())
             if runs is None:
                 assert (len(lens), contexts[0], stored) == (1, 0, False)
                 found += [(0, token) for token in range(each.tokens.stop)]
                 continue
-            run_lens = runs.cu_lens.diff().tolist()
-            assert sum(run_lens) == runs.num_tokens <= room
-            assert runs.max_len == max(run_lens)
-            assert runs.max_cached_len == max(runs.cached_lens)
-            ends = (runs.cu_lens[:-1] + runs.cached_lens)[runs.cached_lens > 0]
+            cu_lens, cached_lens = runs.lens.cu_lens, runs.cached.cached_lens
+            run_lens = cu_lens.diff().tolist()
+            assert sum(run_lens) == runs.lens.num_tokens <= room
+            assert torch.equal(runs.cached.lens.cu_lens, cu_lens)
+            assert runs.lens.max_len == max(run_lens)
+            assert runs.cached.lens.max_len == max(cached_lens)
+            ends = (cu_lens[:-1] + cached_lens)[cached_lens > 0]
             assert runs.num_rotated == max(ends.tolist(), default=0)
             rows = zip(begins, begins[1:], each.block_table[:, 0].tolist(), run_lens)
             for run, (begin, end, request, length) in enumerate(rows):
                 first = int(starts[request])
                 found += [(request, token) for token in range(begin, end)]
-                start, num_cached = int(runs.starts[run]), int(runs.cached_lens[run])
+                start = int(runs.cached.starts[run])
+                num_cached = int(cached_lens[run])
                 position = contexts[request] + begin - first
                 assert start == max(position + 1 - window, 0)
                 assert start + length == contexts[request] + end - first

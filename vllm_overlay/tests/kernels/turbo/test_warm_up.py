@@ -148,7 +148,7 @@ def test_a_prefill_fills_the_gpu(tmp_path: Path, mode, max_num_tokens, monkeypat
     runner.kernels = triton_kernels()
     runner.num_sms = 132
     step = module.steps(runner, BLOCK_SIZE, DEVICE)[-1]
-    most = max(part.max_query_len for part in step.prefill.slices if part.cached)
+    most = max(part.queries.max_len for part in step.prefill.slices if part.cached)
     wanted = 132 * 192 // NUM_HEADS
     # A decode and two prefills of two tokens are beside it.
     assert step.num_actual_tokens == min(wanted + 5, max_num_tokens)

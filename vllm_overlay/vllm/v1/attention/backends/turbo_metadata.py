@@ -18,12 +18,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo import reasons, refusals
-from vllm.v1.attention.ops.turbo.layer.prefill_planner import PrefillPlanner
+from vllm.v1.attention.ops.turbo.layer.prefill_planner import prefill_planner
 from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots
 from vllm.v1.attention.ops.turbo.planning.decode import find_extends
-from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
+from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlanner
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan, Span
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.planning.spans import Span, find_spans
+from vllm.v1.attention.ops.turbo.planning.spans import find_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.attention.ops.turbo.serving.startup import log_turbo_cache, share_caches
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
@@ -110,10 +111,10 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             )
         self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         own = [runner for runner in runners if runner.stored == self.stored]
-        self.prefill_planner = PrefillPlanner.of_layers(own, self.stored, device)
+        self.prefill_planner = prefill_planner(own, self.stored, device)
         # Layers that read another's cache have a separate plan.
         shared = [runner for runner in runners if runner.stored != self.stored]
-        self.shared_planner = PrefillPlanner.of_layers(shared, True, device)
+        self.shared_planner = prefill_planner(shared, True, device)
         # Other layers clamp spans to their sliding window. So does a drafter, whose
         # layers are in a group with the layers whose caches they read.
         unclamped = (
@@ -277,16 +278,20 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         if planner is None or not rows:
             return []
         seq_lens_cpu = self._seq_lens_cpu(common)
+        starts = common.query_start_loc_cpu
         return [
-            planner.plan(
-                common.query_start_loc_cpu[first : last + 1],
-                seq_lens_cpu[first:last],
-                common.block_table_tensor[first:last],
-                [
-                    span._replace(request=span.request - first)
-                    for span in spans
-                    if first <= span.request < last
-                ],
+            (
+                int(starts[first]),
+                planner.plan(
+                    starts[first : last + 1],
+                    seq_lens_cpu[first:last],
+                    common.block_table_tensor[first:last],
+                    [
+                        span._replace(request=span.request - first)
+                        for span in spans
+                        if first <= span.request < last
+                    ],
+                ),
             )
             for first, last in rows
         ]

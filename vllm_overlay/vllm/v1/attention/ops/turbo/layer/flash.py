@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.fa_utils import (
 )
 from vllm.v1.attention.ops.turbo.layer.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
+from vllm.v1.attention.ops.turbo.planning.tokens import SeqLens
 
 
 def get_flash_attn(head_size: int) -> Callable[..., Any] | None:
@@ -40,10 +41,8 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    cu_lens: torch.Tensor,
-    max_len: int,
+    queries: SeqLens,
+    keys: SeqLens,
     scale: float,
     causal: bool = True,
     **options: Any,
@@ -54,15 +53,14 @@ def attend(
     after the last sequence by zero, and scratch may hold NaN.
 
     Args:
-        flash_attn: FlashAttention's varlen function, with version and soft cap bound.
+        flash_attn: FlashAttention's varlen function, with version and soft cap bound,
+            or ``efficient_attention``.
         query: (T, Hq, D).
         key: (S, H, D).
         value: (S, H, D).
         output: (T, Hq, D), written.
-        query_start_loc: (R + 1,) int32, where sequences' queries begin.
-        max_query_len: Most query tokens of a sequence.
-        cu_lens: (R + 1,) int32, where sequences' keys begin.
-        max_len: Most keys of a sequence.
+        queries: Lengths of R sequences' queries.
+        keys: Lengths of their keys.
         scale: Softmax scale.
         causal: Whether the last query is aligned with the last key, and no query sees
             a later key.
@@ -72,15 +70,18 @@ def attend(
         (Hq, T) fp32, natural log-sum-exp.
 
     """
+    if flash_attn is efficient_attention:
+        arguments = query, key, value, output, queries, keys, scale, causal
+        return efficient_attention(*arguments, **options)
     _, lse, *_ = flash_attn(
         q=query,
         k=key,
         v=value,
         out=output,
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_q=max_query_len,
-        cu_seqlens_k=cu_lens,
-        max_seqlen_k=max_len,
+        cu_seqlens_q=queries.cu_lens,
+        max_seqlen_q=queries.max_len,
+        cu_seqlens_k=keys.cu_lens,
+        max_seqlen_k=keys.max_len,
         softmax_scale=scale,
         causal=causal,
         return_softmax_lse=True,

@@ -27,9 +27,12 @@ from vllm.v1.attention.ops.turbo.layer.prefill_sources import (
     merge_results,
 )
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
-from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan, PrefillSlice
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
+    PrefillPlan,
+    PrefillSlice,
+    SpanPlan,
+)
 from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
-from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 
 
 def _attend_to_sources(call: PrefillCall, sources: Sequence[Source]) -> None:
@@ -99,7 +102,7 @@ def prefill_attention(
         sources: list[Source] = []
         if isinstance(query_slice, WindowSlice):
             assert window is not None
-            sources.append(RunsSource.of_window(query_slice, window))
+            sources.append(RunsSource(query_slice, [window - 1, 0]))
         else:
             if query_slice.reads_cache:
                 sources.append(CachedSource(query_slice))
@@ -108,5 +111,8 @@ def prefill_attention(
         images = later[index] if later else []
         if images:
             check_image_heads(call.layout)
-        sources += map(RunsSource.of_image, images)
+        sources += [
+            RunsSource(image, image.window_size, image.tokens, causal=False)
+            for image in images
+        ]
         _attend_to_sources(call.part(query_slice.tokens), sources)

@@ -14,11 +14,12 @@ from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import attend
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
     CachedRequests,
+    LaterTokens,
     PrefillSlice,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
-from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns, WindowSlice
-from vllm.v1.attention.ops.turbo.planning.spans import LaterTokens
+from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
+from vllm.v1.attention.ops.turbo.planning.tokens import KeyRuns, SeqLens
 
 
 class PrefillCall(NamedTuple):
@@ -54,18 +55,13 @@ class PrefillCall(NamedTuple):
         return self._replace(query=self.query[tokens], output=self.output[tokens])
 
     def add_offset_scores(
-        self,
-        lse: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        max_query_len: int,
-        starts: torch.Tensor,
+        self, lse: torch.Tensor, queries: SeqLens, starts: torch.Tensor
     ) -> None:
         """Add the part of scores that cached keys lack to the keys' LSE.
 
         Args:
             lse: (Hq, T) fp32, changed.
-            query_start_loc: (R + 1,) int32, where requests' queries begin.
-            max_query_len: Most query tokens of a request.
+            queries: Lengths of R requests' queries.
             starts: (R,) int32, the position of each run's first key in its request.
 
         """
@@ -75,7 +71,7 @@ class PrefillCall(NamedTuple):
             offset = OffsetScores(
                 self.query, self.scoring.key_offset, self.scoring.scale
             )
-            add_offset_scores(lse, offset, query_start_loc, max_query_len, starts)
+            add_offset_scores(lse, offset, *queries[:2], starts)
 
 
 class Source(Protocol):
@@ -130,10 +126,7 @@ def _attend_to_pieces(
         gather_context(
             call.kv_cache,
             requests.block_table,
-            piece.starts,
-            piece.cu_lens,
-            piece.max_len,
-            piece.num_tokens,
+            piece,
             call.layout,
             scratch.key,
             scratch.value,
@@ -143,19 +136,14 @@ def _attend_to_pieces(
         piece_lse = attend(
             call.flash_attn,
             rotated_query,
-            scratch.key[: piece.num_tokens],
-            scratch.value[: piece.num_tokens],
+            *scratch.keys_and_values(piece.lens.num_tokens),
             target,
-            requests.query_start_loc,
-            requests.max_query_len,
-            piece.cu_lens,
-            piece.max_len,
+            requests.queries,
+            piece.lens,
             call.scoring.scale * call.layout.key_codebook.gain,
             causal=piece is requests.own,
         )
-        call.add_offset_scores(
-            piece_lse, requests.query_start_loc, requests.max_query_len, piece.starts
-        )
+        call.add_offset_scores(piece_lse, requests.queries, piece.starts)
         if lse is None:
             lse = piece_lse
         else:
@@ -244,10 +232,8 @@ class RawSource(NamedTuple):
             key,
             value,
             call.output,
-            self.query_slice.query_start_loc,
-            self.query_slice.max_query_len,
-            raw.cu_lens,
-            raw.max_len,
+            self.query_slice.queries,
+            raw,
             call.scoring.scale,
         )
 
@@ -256,72 +242,31 @@ class RunsSource(NamedTuple):
     """A run of tokens of each request: cached ones, raw ones, or both.
 
     Attributes:
-        tokens: The range of query tokens that see the runs; None for the whole slice.
-        queries: The slice, or the part of it that has these query tokens.
-        keys: The range of raw tokens among the prefills', used without runs.
-        max_query_len: Most query tokens of a request.
-        cu_lens: (R + 1,) int32, where requests' keys begin.
-        max_len: Most keys of a request.
+        part: The slice, or the part of it, whose query tokens see them.
         window_size: The argument of FlashAttention.
-        joins_raw: Whether runs have raw tokens after cached ones.
-        causal: Whether no query sees a later key.
+        tokens: The range of query tokens that see the runs; None for the whole slice.
+        causal: Whether no query sees a later key. If so, runs have raw tokens after
+            cached ones, if there are any.
 
     """
 
-    tokens: slice | None
-    queries: WindowSlice | LaterTokens
-    keys: slice
-    max_query_len: int
-    cu_lens: torch.Tensor
-    max_len: int
+    part: WindowSlice | LaterTokens
     window_size: list[int]
-    joins_raw: bool
-    causal: bool
-
-    @staticmethod
-    def of_window(queries: WindowSlice, sliding_window: int) -> "RunsSource":
-        """The runs that a slice's queries see under a sliding window."""
-        lens = queries.query_start_loc, queries.max_query_len
-        if queries.runs is not None:
-            lens = queries.runs.cu_lens, queries.runs.max_len
-        return RunsSource(
-            None,
-            queries,
-            queries.tokens,
-            queries.max_query_len,
-            *lens,
-            window_size=[sliding_window - 1, 0],
-            joins_raw=True,
-            causal=True,
-        )
-
-    @staticmethod
-    def of_image(queries: LaterTokens) -> "RunsSource":
-        """The later tokens of an image that its query tokens see."""
-        return RunsSource(
-            queries.tokens,
-            queries,
-            queries.keys,
-            queries.num_queries,
-            queries.cu_lens,
-            queries.num_keys,
-            queries.window_size,
-            joins_raw=False,
-            causal=False,
-        )
+    tokens: slice | None = None
+    causal: bool = True
 
     def read(self, call: PrefillCall, runs: KeyRuns) -> tuple[torch.Tensor, ...]:
         """Write K and V of the runs to scratch, end to end: see ``lay_out_runs``."""
         from vllm.v1.attention.ops.turbo.triton.runs import lay_out_runs
 
         assert call.scratch is not None
-        laid_out = call.scratch.keys_and_values(runs.num_tokens)
+        laid_out = call.scratch.keys_and_values(runs.lens.num_tokens)
         raw = laid_out
-        if self.joins_raw and call.key is not None and call.value is not None:
+        if self.causal and call.key is not None and call.value is not None:
             raw = call.key, call.value
         lay_out_runs(
             call.kv_cache,
-            self.queries.block_table,
+            self.part.block_table,
             runs,
             *raw,
             call.layout,
@@ -331,30 +276,26 @@ class RunsSource(NamedTuple):
         return laid_out
 
     def attend(self, call: PrefillCall, needs_lse: bool) -> torch.Tensor:
-        runs, query_start_loc = self.queries.runs, self.queries.query_start_loc
+        part, runs = self.part, self.part.runs
         if runs is not None:
             key, value = self.read(call, runs)
         else:
             assert call.key is not None and call.value is not None
             # These are one sequence's, so no other's non-finite values are among them.
-            key, value = call.key[self.keys], call.value[self.keys]
+            key, value = call.key[part.keys], call.value[part.keys]
         lse = attend(
             call.flash_attn,
             call.query,
             key,
             value,
             call.output,
-            query_start_loc,
-            self.max_query_len,
-            self.cu_lens,
-            self.max_len,
+            part.queries,
+            part.key_lens,
             call.scoring.scale,
             causal=self.causal,
             window_size=self.window_size,
         )
         if needs_lse and runs is not None:
             # All keys of a run lack the same offset, which matters beside other logits.
-            call.add_offset_scores(
-                lse, query_start_loc, self.max_query_len, runs.starts
-            )
+            call.add_offset_scores(lse, part.queries, runs.cached.starts)
         return lse

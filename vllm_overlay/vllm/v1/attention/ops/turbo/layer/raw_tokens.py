@@ -18,6 +18,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.layer.flash import attend
 from vllm.v1.attention.ops.turbo.planning.scratch import OwnScratch
+from vllm.v1.attention.ops.turbo.planning.tokens import SeqLens
 
 
 def attend_to_own_tokens(
@@ -54,16 +55,15 @@ def attend_to_own_tokens(
     if sliding_window is not None:
         options["window_size"] = [sliding_window - 1, 0]
     output = scratch.output[:num_tokens]
+    lens = SeqLens(batch.query_start_loc, batch.query_len, num_tokens)
     lse = attend(
         flash_attn,
         newest.query,
         key,
         value,
         output,
-        batch.query_start_loc,
-        batch.query_len,
-        batch.query_start_loc,
-        batch.query_len,
+        lens,
+        lens,
         newest.scale,
         **options,
     )

@@ -56,7 +56,7 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillLimits,
     prefill_limits,
 )
-from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan, SpanPlan
 from vllm.v1.attention.ops.turbo.planning.scratch import (
     DecodeScratch,
     LayerShape,
@@ -65,7 +65,6 @@ from vllm.v1.attention.ops.turbo.planning.scratch import (
     SharedScratch,
     num_bytes,
 )
-from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 from vllm.v1.worker.workspace import (
     current_workspace_manager,

@@ -20,9 +20,9 @@ from vllm.v1.attention.ops.turbo.interface import KeyOffset, RotatedQuery, Store
 from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
 from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
-from vllm.v1.attention.ops.turbo.planning.prefill import plan_prefill
+from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlanner
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
+from vllm.v1.attention.ops.turbo.planning.spans import find_spans
 from vllm.v1.attention.ops.turbo.planning.step import StepPlan
 
 # Cached tokens of decodes and extends.
@@ -99,24 +99,16 @@ def small_step(
         piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT),
         has_key_offset=runner.key_offset is not None,
     )
-    prefill = plan_prefill(
-        starts,
-        lengths[first_prefill:],
-        table[first_prefill:],
-        runner.stored,
-        None if window_tokens else limits,
-        device,
-        window_tokens,
-    )
     ranges = {}
     if runner.has_spans:
         ranges[0] = [(contexts[first_prefill], seq_lens[first_prefill] - 1)]
-    prefill.spans = plan_spans(
-        find_spans(ranges, starts, lengths[first_prefill:]),
-        prefill,
+    prefill = PrefillPlanner(
+        runner.stored, None if window_tokens else limits, device, window_tokens
+    ).plan(
+        starts,
+        lengths[first_prefill:],
         table[first_prefill:],
-        runner.stored,
-        device,
+        find_spans(ranges, starts, lengths[first_prefill:]),
     )
     step = StepPlan(
         num_actual_tokens=len(slots),

@@ -7,24 +7,27 @@ import torch
 from vllm.utils.math_utils import cdiv
 
 
-def plan_runs(query_lens: list[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Group a batch's requests so that a group may share a slice, with raw K and V.
+def plan_runs(
+    lens: list[int], max_tokens: int, may_be_empty: bool = True
+) -> list[tuple[int, int]]:
+    """Group requests so that a group shares a slice, or is dequantised together.
 
     Args:
-        query_lens: Query tokens of each request.
-        max_tokens: The most query tokens of a group of several requests.
+        lens: Tokens of each request: raw ones, or cached ones.
+        max_tokens: The most tokens of a group of several requests.
+        may_be_empty: Whether a group may have no tokens if any request has some.
 
     Returns:
         First and last (exclusive) request of each group. Each request is in one.
 
     """
     firsts, total = [0], 0
-    for i, length in enumerate(query_lens):
-        if total and total + length > max_tokens:
+    for i, length in enumerate(lens):
+        if total and total + length > max_tokens and (length or may_be_empty):
             firsts.append(i)
             total = 0
         total += length
-    return list(zip(firsts, [*firsts[1:], len(query_lens)]))
+    return list(zip(firsts, [*firsts[1:], len(lens)]))
 
 
 def plan_slices(
@@ -48,24 +51,3 @@ def plan_slices(
     ends = torch.searchsorted(query_start_loc, lasts)
     bounds = zip(*(x.tolist() for x in (firsts, lasts, begins, ends)))
     return [(slice(first, last), slice(*rest)) for first, last, *rest in bounds]
-
-
-def batch_requests(context_lens: list[int], piece_tokens: int) -> list[tuple[int, int]]:
-    """Group a slice's requests so that a group is dequantised together.
-
-    Args:
-        context_lens: Cached tokens of each request.
-        piece_tokens: Tokens that are dequantised at a time.
-
-    Returns:
-        First and last (exclusive) request of each group. Each request is in one group.
-        If any request has cached tokens, each group has some.
-
-    """
-    firsts, total = [0], 0
-    for i, length in enumerate(context_lens):
-        if total and length and total + length > piece_tokens:
-            firsts.append(i)
-            total = 0
-        total += length
-    return list(zip(firsts, [*firsts[1:], len(context_lens)]))

@@ -2,30 +2,28 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Plans a prefill on the host: cuts it into slices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.ops.turbo import interface
-from vllm.v1.attention.ops.turbo.planning.cuts import (
-    batch_requests,
-    plan_runs,
-    plan_slices,
-)
+from vllm.v1.attention.ops.turbo.planning.cuts import plan_runs, plan_slices
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
-    CachedPiece,
     CachedRequests,
     PrefillPlan,
     PrefillSlice,
-    RawTokens,
+    Span,
 )
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.planning.sliding_window import (
     LEAST_TOKENS,
     plan_window_slices,
 )
+from vllm.v1.attention.ops.turbo.planning.spans import plan_spans
+from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, SeqLens
 
 # Bytes of the dequantised K and V of one piece, together.
 PIECE_BYTES = 64 * 2**20
@@ -175,187 +173,183 @@ def cut_at_segments(
     )
 
 
-def _plan_requests(
-    starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    stored: bool,
-    limits: PrefillLimits,
-    query_start_loc: torch.Tensor | None,
-    device: torch.device,
-) -> CachedRequests:
-    """Plan requests of a slice that are dequantised together.
+class PrefillPlanner(NamedTuple):
+    """Plans the prefills of layers that read the same tokens from the cache.
 
-    Args:
-        starts: (R + 1,) int32 on the host, where the requests' tokens begin in the
-            slice.
-        context_lens: (R,) int32 on the host.
-        block_table: (R, max_blocks) int32 on the device.
-        stored: Whether query tokens are also read from the cache.
-        limits: The bounds of the layers' scratch.
-        query_start_loc: ``starts`` on the device if it begins at zero; else None.
-        device: The kernels' device.
-
-    """
-    tokens = slice(int(starts[0]), int(starts[-1]))
-    if query_start_loc is None:
-        query_start_loc = async_tensor_h2d(starts - tokens.start, device)
-    max_query_len = int(starts.diff().max())
-    own = None
-    if stored:
-        first_positions = async_tensor_h2d(context_lens, device)
-        num_tokens = tokens.stop - tokens.start
-        own = CachedPiece(first_positions, query_start_loc, max_query_len, num_tokens)
-    context = [
-        CachedPiece(
-            async_tensor_h2d(firsts, device),
-            async_tensor_h2d(cu_lens, device),
-            int(cu_lens.diff().max()),
-            int(cu_lens[-1]),
-        )
-        for firsts, cu_lens in plan_context(
-            context_lens, limits.piece_tokens, limits.has_key_offset
-        )
-    ]
-    return CachedRequests(
-        tokens, query_start_loc, max_query_len, block_table, own, context
-    )
-
-
-def _plan_slice(
-    tokens: slice,
-    bounds: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    stored: bool,
-    limits: PrefillLimits,
-    device: torch.device,
-    local_lens: LocalLensFn | None,
-) -> PrefillSlice:
-    """Plan one of the slices of ``plan_prefill``.
-
-    Args:
-        tokens: The range of the slice's query tokens among the prefills'.
-        bounds: (R + 1,) int32 on the host, where its requests begin.
-        context_lens: (R,) int32 on the host, without query tokens.
-        block_table: (R, max_blocks) int32 on the device.
-        stored: Whether query tokens are also read from the cache.
-        limits: The bounds of the layers' scratch.
-        device: The kernels' device.
-        local_lens: As in ``plan_prefill``.
-
-    """
-    starts = bounds.clamp(tokens.start, tokens.stop)
-    query_start_loc = async_tensor_h2d(starts - tokens.start, device)
-    raw = None
-    if stored:
-        context_lens = context_lens + (starts - bounds)[:-1]
-    else:
-        ends = bounds.clamp(max=tokens.stop) - bounds[0]
-        is_whole = int(bounds[0]) == tokens.start
-        raw = RawTokens(
-            query_start_loc if is_whole else async_tensor_h2d(ends, device),
-            int(ends.diff().max()),
-            int(ends[-1]),
-        )
-    # From whole lengths: all ranks must agree on it, because they wait for each other.
-    is_shared = local_lens is not None and bool(context_lens.any())
-    if local_lens is not None:
-        context_lens = local_lens(context_lens)
-    ranges = []
-    if stored or context_lens.any():
-        ranges = batch_requests(context_lens.tolist(), limits.piece_tokens)
-    return PrefillSlice(
-        tokens,
-        query_start_loc,
-        int(starts.diff().max()),
-        raw,
-        [
-            _plan_requests(
-                starts[first : last + 1] - tokens.start,
-                context_lens[first:last],
-                block_table[first:last],
-                stored,
-                limits,
-                query_start_loc if len(ranges) == 1 else None,
-                device,
-            )
-            for first, last in ranges
-        ],
-        is_shared,
-    )
-
-
-def plan_prefill(
-    query_start_loc_cpu: torch.Tensor,
-    seq_lens_cpu: torch.Tensor,
-    block_table: torch.Tensor,
-    stored: bool,
-    limits: PrefillLimits | None,
-    device: torch.device,
-    window_tokens: Mapping[int, int] | None = None,
-    local_lens: LocalLensFn | None = None,
-) -> PrefillPlan:
-    """Plan the prefill of a batch on the host, without waiting for the device.
-
-    Args:
-        query_start_loc_cpu: (R + 1,) int32 on the host, from zero.
-        seq_lens_cpu: (R,) int32 on the host, exact.
-        block_table: (R, max_blocks) int32 on the device.
+    Attributes:
         stored: Whether query tokens are also read from the cache.
         limits: The bounds of the scratch of layers without a sliding window; None if
             all have one.
         device: The kernels' device.
-        window_tokens: ``PrefillLimits.piece_tokens`` by sliding window; None for no
-            sliding windows.
+        window_tokens: ``PrefillLimits.piece_tokens`` by sliding window.
         local_lens: Where ranks share the context, a function from numbers of first
-            tokens, (R,) int32 on the host, to this rank's share of them, likewise; None
-            where they do not.
+            tokens, (R,) int32 on the host, to this rank's share of them; None where
+            they do not.
 
     """
-    window_slices = {
-        window: plan_window_slices(
-            query_start_loc_cpu,
-            seq_lens_cpu,
-            block_table,
-            stored,
-            window,
-            max_tokens,
-            device,
-        )
-        for window, max_tokens in (window_tokens or {}).items()
-    }
-    batch = (block_table, query_start_loc_cpu, seq_lens_cpu, window_slices)
-    if limits is None:
-        return PrefillPlan([], *batch)
-    if stored and limits.has_key_offset:
-        query_start_loc_cpu, seq_lens_cpu, rows = cut_at_segments(
-            query_start_loc_cpu, seq_lens_cpu
-        )
-        block_table = block_table.index_select(0, async_tensor_h2d(rows, device))
-    query_lens = query_start_loc_cpu.diff()
-    context_lens = seq_lens_cpu - query_lens
-    runs = [(0, len(query_lens))]
-    if not stored:
-        runs = plan_runs(query_lens.tolist(), limits.piece_tokens)
-    slices = []
-    for first, last in runs:
-        starts = query_start_loc_cpu[first : last + 1]
-        max_tokens = limits.slice_tokens
-        if not stored and not context_lens[first:last].any():
-            # Without context no scratch holds rotated queries.
-            max_tokens = limits.raw_tokens or int(starts[-1])
-        slices += [
-            _plan_slice(
-                tokens,
-                starts[requests.start : requests.stop + 1],
-                context_lens[first:last][requests],
-                block_table[first:last][requests],
-                stored,
-                limits,
-                device,
-                local_lens,
+
+    stored: bool
+    limits: PrefillLimits | None
+    device: torch.device
+    window_tokens: Mapping[int, int] = MappingProxyType({})
+    local_lens: LocalLensFn | None = None
+
+    def plan(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        spans: Sequence[Span] = (),
+    ) -> PrefillPlan:
+        """Plan R consecutive requests of a batch, without waiting for the device.
+
+        Args:
+            query_start_loc: (R + 1,) int32 on the host, where requests' tokens begin in
+                the batch.
+            seq_lens: (R,) int32 on the host, exact.
+            block_table: (R, max_blocks) int32 on the device.
+            spans: The requests' spans, with ``request`` among the R requests, and
+                tokens' indices in the batch.
+
+        """
+        begin = int(query_start_loc[0])
+        query_start_loc = query_start_loc - begin
+        requests = query_start_loc, seq_lens, block_table
+        window_slices = {
+            window: plan_window_slices(
+                *requests, self.stored, window, max_tokens, self.device
             )
-            for tokens, requests in plan_slices(starts, max_tokens)
+            for window, max_tokens in self.window_tokens.items()
+        }
+        slices = self._plan_slices(*requests)
+        plan = PrefillPlan(
+            slices, block_table, query_start_loc, seq_lens, window_slices
+        )
+        own = [x._replace(begin=x.begin - begin, end=x.end - begin) for x in spans]
+        plan.spans = plan_spans(own, plan, block_table, self.stored, self.device)
+        return plan
+
+    def _plan_slices(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> list[PrefillSlice]:
+        """Plan the slices of layers without a sliding window."""
+        limits = self.limits
+        if limits is None:
+            return []
+        if self.stored and limits.has_key_offset:
+            query_start_loc, seq_lens, rows = cut_at_segments(query_start_loc, seq_lens)
+            rows = async_tensor_h2d(rows, self.device)
+            block_table = block_table.index_select(0, rows)
+        query_lens = query_start_loc.diff()
+        context_lens = seq_lens - query_lens
+        runs = [(0, len(query_lens))]
+        if not self.stored:
+            runs = plan_runs(query_lens.tolist(), limits.piece_tokens)
+        slices = []
+        for first, last in runs:
+            starts = query_start_loc[first : last + 1]
+            max_tokens = limits.slice_tokens
+            if not self.stored and not context_lens[first:last].any():
+                # Without context no scratch holds rotated queries.
+                max_tokens = limits.raw_tokens or int(starts[-1])
+            slices += [
+                self._plan_slice(
+                    tokens,
+                    starts[requests.start : requests.stop + 1],
+                    context_lens[first:last][requests],
+                    block_table[first:last][requests],
+                )
+                for tokens, requests in plan_slices(starts, max_tokens)
+            ]
+        return slices
+
+    def _plan_slice(
+        self,
+        tokens: slice,
+        bounds: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> PrefillSlice:
+        """Plan one slice.
+
+        Args:
+            tokens: The range of the slice's query tokens among the prefills'.
+            bounds: (R + 1,) int32 on the host, where its requests begin.
+            context_lens: (R,) int32 on the host, without query tokens.
+            block_table: (R, max_blocks) int32 on the device.
+
+        """
+        assert self.limits is not None
+        starts = bounds.clamp(tokens.start, tokens.stop)
+        queries = SeqLens.of_host(starts - tokens.start, self.device)
+        raw = None
+        if self.stored:
+            context_lens = context_lens + (starts - bounds)[:-1]
+        else:
+            raw = queries
+            if int(bounds[0]) != tokens.start:
+                ends = bounds.clamp(max=tokens.stop) - bounds[0]
+                raw = SeqLens.of_host(ends, self.device)
+        # From whole lengths: all ranks must agree, because they wait for each other.
+        is_shared = self.local_lens is not None and bool(context_lens.any())
+        if self.local_lens is not None:
+            context_lens = self.local_lens(context_lens)
+        ranges = []
+        if self.stored or context_lens.any():
+            # If any request has cached tokens, each group has some.
+            ranges = plan_runs(
+                context_lens.tolist(), self.limits.piece_tokens, may_be_empty=False
+            )
+        return PrefillSlice(
+            tokens,
+            queries,
+            raw,
+            [
+                self._plan_requests(
+                    starts[first : last + 1] - tokens.start,
+                    context_lens[first:last],
+                    block_table[first:last],
+                    queries if len(ranges) == 1 else None,
+                )
+                for first, last in ranges
+            ],
+            is_shared,
+        )
+
+    def _plan_requests(
+        self,
+        starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        queries: SeqLens | None,
+    ) -> CachedRequests:
+        """Plan requests of a slice that are dequantised together.
+
+        Args:
+            starts: (R + 1,) int32 on the host, where the requests' tokens begin in the
+                slice.
+            context_lens: (R,) int32 on the host.
+            block_table: (R, max_blocks) int32 on the device.
+            queries: Lengths from ``starts`` if that begins at zero; else None.
+
+        """
+        limits, device = self.limits, self.device
+        assert limits is not None
+        tokens = slice(int(starts[0]), int(starts[-1]))
+        if queries is None:
+            queries = SeqLens.of_host(starts - tokens.start, device)
+        own = None
+        if self.stored:
+            own = CachedPiece(async_tensor_h2d(context_lens, device), queries)
+        context = [
+            CachedPiece(
+                async_tensor_h2d(firsts, device), SeqLens.of_host(cu_lens, device)
+            )
+            for firsts, cu_lens in plan_context(
+                context_lens, limits.piece_tokens, limits.has_key_offset
+            )
         ]
-    return PrefillPlan(slices, *batch)
+        return CachedRequests(tokens, queries, block_table, own, context)

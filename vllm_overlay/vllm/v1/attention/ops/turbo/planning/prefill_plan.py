@@ -8,43 +8,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.planning.sliding_window import WindowSlice
-from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
-
-
-class RawTokens(NamedTuple):
-    """The tokens of a slice's requests whose K and V are used as computed.
-
-    They are the step's tokens up to the slice's last one. Tokens of the first request
-    that come before the slice are included.
-
-    Attributes:
-        cu_lens: (R + 1,) int32 on the device, cumulative lengths of the R requests.
-        max_len: Most tokens of a request.
-        num_tokens: Tokens of all R requests.
-
-    """
-
-    cu_lens: torch.Tensor
-    max_len: int
-    num_tokens: int
-
-
-class CachedPiece(NamedTuple):
-    """Cached tokens that are dequantised at a time: a run of each of R requests.
-
-    Attributes:
-        starts: (R,) int32 on the device, the position of each run's first token in its
-            request.
-        cu_lens: (R + 1,) int32 on the device, cumulative lengths of the runs.
-        max_len: Tokens of the longest run.
-        num_tokens: Tokens of all runs.
-
-    """
-
-    starts: torch.Tensor
-    cu_lens: torch.Tensor
-    max_len: int
-    num_tokens: int
+from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, KeyRuns, SeqLens
 
 
 class CachedRequests(NamedTuple):
@@ -54,8 +18,7 @@ class CachedRequests(NamedTuple):
 
     Attributes:
         tokens: The range of their query tokens among the slice's.
-        query_start_loc: (R + 1,) int32 on the device, from zero.
-        max_query_len: Most query tokens of a request.
+        queries: Lengths of their query tokens.
         block_table: (R, max_blocks) int32 on the device.
         own: The query tokens, if they are read from the cache; else None.
         context: The cached tokens before them, in pieces.
@@ -63,8 +26,7 @@ class CachedRequests(NamedTuple):
     """
 
     tokens: slice
-    query_start_loc: torch.Tensor
-    max_query_len: int
+    queries: SeqLens
     block_table: torch.Tensor
     own: CachedPiece | None
     context: list[CachedPiece]
@@ -80,10 +42,11 @@ class PrefillSlice(NamedTuple):
 
     Attributes:
         tokens: The range of the query tokens among the prefills'.
-        query_start_loc: (R + 1,) int32 on the device, from zero.
-        max_query_len: Most query tokens of a request.
-        raw: The tokens that are used as computed, at most a piece if they are of
-            several requests; None if all is read from the cache.
+        queries: Lengths of the requests' query tokens.
+        raw: The tokens whose K and V are used as computed, at most a piece if they are
+            of several requests; None if all is read from the cache. They are the step's
+            tokens up to the slice's last one. Tokens of the first request that come
+            before the slice are included.
         cached: The requests that read the cache, in groups that are dequantised
             together: all R of them, or none.
         is_shared: Whether ranks share the requests' context, and a request has some.
@@ -91,9 +54,8 @@ class PrefillSlice(NamedTuple):
     """
 
     tokens: slice
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    raw: RawTokens | None
+    queries: SeqLens
+    raw: SeqLens | None
     cached: list[CachedRequests]
     is_shared: bool = False
 
@@ -106,6 +68,76 @@ class PrefillSlice(NamedTuple):
     def has_neighbours(self) -> bool:
         """Whether raw K and V of several requests lie side by side."""
         return self.raw is not None and self.raw.cu_lens.shape[0] > 2
+
+
+class Span(NamedTuple):
+    """Two or more query tokens of a step and a request that see each other.
+
+    Attributes:
+        request: The request's index in the batch.
+        begin: The first token's index among the batch's query tokens.
+        end: The last token's index (exclusive).
+        position: The first token's position in the request.
+
+    """
+
+    request: int
+    begin: int
+    end: int
+    position: int
+
+
+class LaterTokens(NamedTuple):
+    """Q query tokens of a span, and the K tokens from the first of them to its end.
+
+    Query token i sees all but the first i + 1 of the K tokens.
+
+    Attributes:
+        tokens: The range of the query tokens among the slice's.
+        keys: The range of the K tokens among the prefills' query tokens.
+        queries: Lengths of one request: Q.
+        key_lens: Lengths of one request: K, which is more than Q.
+        block_table: (1, max_blocks) int32 on the device.
+        runs: The K tokens, if they are read from the cache; else None.
+
+    """
+
+    tokens: slice
+    keys: slice
+    queries: SeqLens
+    key_lens: SeqLens
+    block_table: torch.Tensor
+    runs: KeyRuns | None
+
+    @property
+    def window_size(self) -> list[int]:
+        """FlashAttention's window, which aligns the last query with the last key."""
+        return [self.key_lens.max_len - self.queries.max_len - 1, -1]
+
+
+@dataclass
+class SpanPlan:
+    """The spans of a prefill.
+
+    Attributes:
+        spans: The spans, with indices among the prefills' requests and tokens.
+        slices: The later tokens that each slice sees, in layers without a sliding
+            window.
+        window_slices: The same for other layers, by their sliding windows.
+
+    """
+
+    spans: list[Span]
+    slices: list[list[LaterTokens]]
+    window_slices: dict[int, list[list[LaterTokens]]]
+
+    def positions(self, request: int) -> list[tuple[int, int]]:
+        """The first and last (exclusive) positions of a request's spans."""
+        return [
+            (span.position, span.position + span.end - span.begin)
+            for span in self.spans
+            if span.request == request
+        ]
 
 
 @dataclass

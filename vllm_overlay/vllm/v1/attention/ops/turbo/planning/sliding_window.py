@@ -12,39 +12,10 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, KeyRuns, SeqLens
 
 # The least query tokens that a buffer has room for, after the tokens before them.
 LEAST_TOKENS = 1024
-
-
-class KeyRuns(NamedTuple):
-    """Keys of R requests: for each a run of tokens, cached ones and then own ones.
-
-    Own tokens are the step's, and used as computed unless all are read from the cache.
-
-    Attributes:
-        starts: (R,) int32 on the device, the position of each run's first token in its
-            request.
-        cached_lens: (R,) int32 on the device, cached tokens of each run.
-        own_starts: (R,) int32 on the device, the index of each run's first own token
-            among the prefills'.
-        cu_lens: (R + 1,) int32 on the device, where runs begin in the buffer.
-        max_len: Tokens of the longest run.
-        num_tokens: Tokens of all runs.
-        max_cached_len: Most cached tokens of a run.
-        num_rotated: Tokens of the buffer up to the last cached one. They are rotated
-            back.
-
-    """
-
-    starts: torch.Tensor
-    cached_lens: torch.Tensor
-    own_starts: torch.Tensor
-    cu_lens: torch.Tensor
-    max_len: int
-    num_tokens: int
-    max_cached_len: int
-    num_rotated: int
 
 
 class WindowSlice(NamedTuple):
@@ -54,8 +25,7 @@ class WindowSlice(NamedTuple):
 
     Attributes:
         tokens: The range of the query tokens among the prefills'.
-        query_start_loc: (R + 1,) int32 on the device, from zero.
-        max_query_len: Most query tokens of a request.
+        queries: Lengths of the requests' query tokens.
         block_table: (R, max_blocks) int32 on the device.
         runs: The keys that they see, to be copied into a buffer; None if these are just
             the query tokens of a single request.
@@ -63,10 +33,19 @@ class WindowSlice(NamedTuple):
     """
 
     tokens: slice
-    query_start_loc: torch.Tensor
-    max_query_len: int
+    queries: SeqLens
     block_table: torch.Tensor
     runs: KeyRuns | None
+
+    @property
+    def keys(self) -> slice:
+        """The range of the keys among the prefills', used without runs."""
+        return self.tokens
+
+    @property
+    def key_lens(self) -> SeqLens:
+        """Keys of each request."""
+        return self.queries if self.runs is None else self.runs.lens
 
 
 class _Part(NamedTuple):
@@ -139,16 +118,12 @@ def _lay_out(parts: list[_Part], device: torch.device) -> KeyRuns:
         for begin, part in zip(cu_lens, parts)
         if part.num_cached
     ]
-    return KeyRuns(
-        starts[1:],
-        cached_lens[1:],
-        own_starts[1:],
-        sums,
-        max(lens),
-        cu_lens[-1],
-        max(part.num_cached for part in parts),
-        max(rotated, default=0),
+    runs = SeqLens(sums, max(lens), cu_lens[-1])
+    most_cached = max(part.num_cached for part in parts)
+    cached = CachedPiece(
+        starts[1:], runs._replace(max_len=most_cached), cached_lens[1:]
     )
+    return KeyRuns(cached, own_starts[1:], runs, max(rotated, default=0))
 
 
 def plan_window_slices(
@@ -175,9 +150,8 @@ def plan_window_slices(
     bounds = query_start_loc.tolist()
     contexts = (seq_lens - query_start_loc.diff()).tolist()
     if len(contexts) == 1 and contexts[0] == 0 and not stored:
-        start_loc = async_tensor_h2d(query_start_loc, device)
-        tokens = slice(0, bounds[1])
-        return [WindowSlice(tokens, start_loc, bounds[1], block_table, None)]
+        queries = SeqLens.of_host(query_start_loc, device)
+        return [WindowSlice(slice(0, bounds[1]), queries, block_table, None)]
     batches: list[list[_Part]] = []
     room = 0
     for request, context_len in enumerate(contexts):
@@ -206,13 +180,7 @@ def plan_window_slices(
             # A request comes several times, or has no query token.
             rows = async_tensor_h2d(torch.tensor(requests), device)
             table = block_table.index_select(0, rows)
-        slices.append(
-            WindowSlice(
-                slice(first, parts[-1].end),
-                async_tensor_h2d(torch.tensor(starts, dtype=torch.int32), device),
-                max(part.end - part.begin for part in parts),
-                table,
-                _lay_out(parts, device),
-            )
-        )
+        queries = SeqLens.of_host(torch.tensor(starts, dtype=torch.int32), device)
+        tokens, runs = slice(first, parts[-1].end), _lay_out(parts, device)
+        slices.append(WindowSlice(tokens, queries, table, runs))
     return slices

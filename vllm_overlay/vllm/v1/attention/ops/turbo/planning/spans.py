@@ -8,114 +8,18 @@ causal attention's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
 
 import torch
 
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
-
-
-class Sliced(Protocol):
-    """Query tokens that attend at a time."""
-
-    @property
-    def tokens(self) -> slice:
-        """Their range among the prefills' query tokens."""
-
-
-class SlicedPlan(Protocol):
-    """A prefill's plan: see ``PrefillPlan``."""
-
-    @property
-    def slices(self) -> Sequence[Sliced]:
-        """The slices of layers without a sliding window."""
-
-    @property
-    def window_slices(self) -> Mapping[int, Sequence[Sliced]]:
-        """The slices of other layers, by their sliding windows."""
-
-
-class Span(NamedTuple):
-    """Two or more query tokens of a step and a request that see each other.
-
-    Attributes:
-        request: The request's index in the batch.
-        begin: The first token's index among the batch's query tokens.
-        end: The last token's index (exclusive).
-        position: The first token's position in the request.
-
-    """
-
-    request: int
-    begin: int
-    end: int
-    position: int
-
-
-class LaterTokens(NamedTuple):
-    """Q query tokens of a span, and the K tokens from the first of them to its end.
-
-    Query token i sees all but the first i + 1 of the K tokens.
-
-    Attributes:
-        tokens: The range of the query tokens among the slice's.
-        keys: The range of the K tokens among the prefills' query tokens.
-        query_start_loc: (2,) int32 on the device: 0 and Q.
-        cu_lens: (2,) int32 on the device: 0 and K.
-        block_table: (1, max_blocks) int32 on the device.
-        runs: The K tokens, if they are read from the cache; else None.
-
-    """
-
-    tokens: slice
-    keys: slice
-    query_start_loc: torch.Tensor
-    cu_lens: torch.Tensor
-    block_table: torch.Tensor
-    runs: KeyRuns | None
-
-    @property
-    def num_queries(self) -> int:
-        """Q."""
-        return self.tokens.stop - self.tokens.start
-
-    @property
-    def num_keys(self) -> int:
-        """K, which is more than Q."""
-        return self.keys.stop - self.keys.start
-
-    @property
-    def window_size(self) -> list[int]:
-        """FlashAttention's window, which aligns the last query with the last key."""
-        return [self.num_keys - self.num_queries - 1, -1]
-
-
-@dataclass
-class SpanPlan:
-    """The spans of a prefill.
-
-    Attributes:
-        spans: The spans, with indices among the prefills' requests and tokens.
-        slices: The later tokens that each slice sees, in layers without a sliding
-            window.
-        window_slices: The same for other layers, by their sliding windows.
-
-    """
-
-    spans: list[Span]
-    slices: list[list[LaterTokens]]
-    window_slices: dict[int, list[list[LaterTokens]]]
-
-    def positions(self, request: int) -> list[tuple[int, int]]:
-        """The first and last (exclusive) positions of a request's spans."""
-        return [
-            (span.position, span.position + span.end - span.begin)
-            for span in self.spans
-            if span.request == request
-        ]
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
+    LaterTokens,
+    PrefillPlan,
+    Span,
+    SpanPlan,
+)
+from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, KeyRuns, SeqLens
 
 
 def find_spans(
@@ -176,24 +80,17 @@ def _later_tokens(
     table = async_tensor_h2d(torch.tensor(columns, dtype=torch.int32), device)
     for (own, tokens, span, first), row, column in zip(found, table, columns):
         num_queries, num_keys = column[1], column[3]
+        lens = SeqLens(row[2:4], num_keys, num_keys)
         runs = None
         if stored:
-            runs = KeyRuns(
-                row[4:5],
-                row[5:6],
-                row[6:7],
-                row[2:4],
-                num_keys,
-                num_keys,
-                num_keys,
-                num_keys,
-            )
+            cached = CachedPiece(row[4:5], lens, row[5:6])
+            runs = KeyRuns(cached, row[6:7], lens, num_keys)
         own.append(
             LaterTokens(
                 slice(first - tokens.start, first - tokens.start + num_queries),
                 slice(first, span.end),
-                row[0:2],
-                row[2:4],
+                SeqLens(row[0:2], num_queries, num_queries),
+                lens,
                 block_table[span.request : span.request + 1],
                 runs,
             )
@@ -203,7 +100,7 @@ def _later_tokens(
 
 def plan_spans(
     spans: list[Span],
-    plan: SlicedPlan,
+    plan: PrefillPlan,
     block_table: torch.Tensor,
     stored: bool,
     device: torch.device,

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prefill: rotates queries and outputs, and dequantises cached context."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm.triton_utils import tl, triton
@@ -27,6 +29,9 @@ from vllm.v1.attention.ops.turbo.triton.rotate import (
     load_integers,
     rotate_integers,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -282,34 +287,26 @@ def _gather_kernel(
 def gather_context(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    starts: torch.Tensor,
-    cu_lens: torch.Tensor,
-    max_len: int,
-    num_tokens: int,
+    piece: "CachedPiece",
     layout: TurboFormat,
     key: torch.Tensor,
     value: torch.Tensor,
-    lens: torch.Tensor | None = None,
 ) -> None:
     """Dequantise one piece of each request's cached tokens, in rotated space.
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8; a (block, head) contiguous.
         block_table: (R, max_blocks) int32; later tokens are read from block 0.
-        starts: (R,) int32, first position of each request's piece.
-        cu_lens: (R + 1,) int32, where pieces begin in ``key`` and ``value``.
-        max_len: Length of the longest piece.
-        num_tokens: ``cu_lens[-1]``, at most T.
+        piece: The tokens, and where they lie in ``key`` and ``value``, at most T.
         layout: The cache's format.
         key: (T, H, D) contiguous; the pieces' rows are written. The codebook's gain is
             not in them.
         value: (T, H, D) contiguous; the pieces' rows are written.
-        lens: (R,) int32, lengths of the pieces; None if each ends where the next one
-            begins.
 
     """
     num_kv_heads, block_size = kv_cache.shape[1:3]
-    num_requests = starts.shape[0]
+    num_requests = piece.starts.shape[0]
+    cu_lens, max_len, num_tokens = piece.lens
     check_pages(kv_cache, layout)
     assert key.is_contiguous() and value.is_contiguous()
     assert num_tokens <= min(key.shape[0], value.shape[0]), (num_tokens, key.shape)
@@ -319,9 +316,9 @@ def gather_context(
     _gather_kernel[(triton.cdiv(max_len, block_n), num_requests, num_kv_heads)](
         kv_cache,
         block_table,
-        starts,
+        piece.starts,
         cu_lens,
-        lens,
+        piece.cached_lens,
         key,
         value,
         kv_cache.stride(0),

@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.triton.isolate import isolated
 from vllm.v1.attention.ops.turbo.triton.prefill import gather_context, rotate_rows
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.planning.sliding_window import KeyRuns
+    from vllm.v1.attention.ops.turbo.planning.tokens import KeyRuns
 
 
 @triton.jit(
@@ -121,21 +121,11 @@ def lay_out_runs(
 
     """
     num_tokens, num_kv_heads, head_size = run_key.shape
-    assert num_tokens == runs.num_tokens and run_value.shape == run_key.shape
+    cached = runs.cached
+    assert num_tokens == runs.lens.num_tokens and run_value.shape == run_key.shape
     assert key.stride(2) == value.stride(2) == 1
-    if runs.max_cached_len:
-        gather_context(
-            kv_cache,
-            block_table,
-            runs.starts,
-            runs.cu_lens,
-            runs.max_cached_len,
-            num_tokens,
-            layout,
-            run_key,
-            run_value,
-            runs.cached_lens,
-        )
+    if cached.lens.max_len:
+        gather_context(kv_cache, block_table, cached, layout, run_key, run_value)
         rotated = run_key[: runs.num_rotated]
         rotate_rows(rotated, rotated, inverse=True, gain=layout.key_codebook.gain)
         rotated = run_value[: runs.num_rotated]
@@ -145,17 +135,17 @@ def lay_out_runs(
         assert key_offset.is_contiguous()
         num_segments = key_offset.shape[0]
     block_n = 32
-    num_runs = runs.starts.shape[0]
-    _complete_runs_kernel[(triton.cdiv(runs.max_len, block_n), num_runs, num_kv_heads)](
+    grid = (triton.cdiv(runs.lens.max_len, block_n), len(cached.starts), num_kv_heads)
+    _complete_runs_kernel[grid](
         run_key,
         run_value,
         key,
         value,
         key_offset,
-        runs.starts,
-        runs.cached_lens,
+        cached.starts,
+        cached.cached_lens,
         runs.own_starts,
-        runs.cu_lens,
+        runs.lens.cu_lens,
         num_segments,
         key.stride(0),
         key.stride(1),
