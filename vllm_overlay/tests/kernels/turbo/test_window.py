@@ -69,42 +69,9 @@ def store_by_torch(call: StoreCall) -> None:
         update_window(call.window, *call[:5], call.key_offset)
 
 
-def attend_by_torch(
-    query,
-    kv_cache,
-    layout,
-    batch,
-    partials,
-    output,
-    newest,
-    offset,
-    window,
-    **options,
-) -> None:
-    """An ``AttentionFn`` in PyTorch, which attends from the queries in ``newest``."""
-    starts = torch.arange(batch.num_seqs + 1) * batch.query_len
-    if batch.query_start_loc is not None:
-        starts = batch.query_start_loc
-    output.zero_()
-    # Padding has no tokens.
-    rows = [row for row in range(batch.num_seqs) if batch.seq_lens[row] > 0]
-    for row in rows:
-        tokens = slice(int(starts[row]), int(starts[row + 1]))
-        paged_attention(
-            newest.query[tokens],
-            newest.key[tokens],
-            newest.value[tokens],
-            kv_cache,
-            batch.block_table[row:],
-            [0, tokens.stop - tokens.start],
-            [int(batch.seq_lens[row])],
-            newest.scale,
-            layout,
-            output[tokens],
-            None if offset is None else offset.table,
-            None if window is None else window.from_sequence(row),
-            **options,
-        )
+def attend_by_torch(*args, **options) -> None:
+    """As ``attend_by`` with an ``AttentionFn``, of queries that are not rotated."""
+    attend_by(lambda query, call, partials: paged_attention(call), *args, **options)
 
 
 def store_by_triton(call: StoreCall) -> None:

@@ -7,6 +7,7 @@ The format, the kernels and the planning of a step are in
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -332,28 +333,10 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         window = None
         if self.window is not None and key is not None:
             window = self.window.of_step()
-        if self.runner.kernels is not None:
-            self.runner.forward(
-                query, key, value, kv_cache, attn_metadata, output, window
-            )
-        else:
-            reference.forward(
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                self.scale,
-                self.runner.layout,
-                self.runner.stored,
-                output,
-                self.runner.key_offset,
-                window,
-                self.runner.sliding_window,
-                self.runner.sinks,
-                self.runner.logits_soft_cap,
-                self.runner.context_parallel,
-            )
+        forward = self.runner.forward
+        if self.runner.kernels is None:
+            forward = partial(reference.forward, self.runner)
+        forward(query, key, value, kv_cache, attn_metadata, output, window)
         return output
 
     def do_kv_cache_update(

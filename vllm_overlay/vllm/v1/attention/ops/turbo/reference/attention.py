@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.v1.attention.ops.turbo import interface
-from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
+from vllm.v1.attention.ops.turbo.interface import AttentionCall, DecodeBatch
 from vllm.v1.attention.ops.turbo.reference.cache import load
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
 from vllm.v1.attention.ops.turbo.reference.window import load_window
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.planning.spans import SpanPlan
+    from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+    from vllm.v1.attention.ops.turbo.planning.prefill_plan import SpanPlan
 
 
 def attention(
@@ -76,91 +76,137 @@ def attention(
     return torch.einsum("hqt,thd->qhd", weights, value), lse.T
 
 
-def paged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: list[int],
-    seq_lens: list[int],
-    scale: float,
-    layout: TurboFormat,
-    output: torch.Tensor,
-    key_offset: torch.Tensor | None = None,
-    window: RecentWindow | None = None,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    spans: "SpanPlan | None" = None,
-    logits_soft_cap: float | None = None,
-) -> None:
-    """Causal attention of a batch, sequence by sequence, in fp32.
+def _query_starts(batch: DecodeBatch) -> list[int]:
+    """B + 1 offsets of sequences' query tokens among the call's."""
+    if batch.query_start_loc is not None:
+        return batch.query_start_loc.tolist()
+    return [row * batch.query_len for row in range(batch.num_seqs + 1)]
+
+
+def _load_tokens(
+    call: AttentionCall, row: int, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, less its offset, and V of a sequence's packed tokens, each (T, H, D) fp32.
 
     Args:
-        query: (T, Hq, D), the sequences' queries one after the other.
-        key: (T, H, D) keys of the query tokens; None to read them from the cache, like
-            all tokens before them.
-        value: (T, H, D), likewise.
-        kv_cache: (num_blocks, H, N, C) uint8, which also has the query tokens.
-        block_table: (R, max_blocks).
-        query_start_loc: R + 1 offsets into ``query``.
-        seq_lens: R lengths, the query tokens included.
-        scale: Softmax scale.
-        layout: The cache's format.
-        output: (T, Hq, D), written.
-        key_offset: (G, H, D) fp32, the offset by segments that was taken off the cached
-            keys; None for none.
-        window: The recent window, from which the newest tokens before the query tokens
-            are read; None to read them from the cache.
-        sliding_window: The most tokens that a query token sees, itself included; None
-            for all before it. Other tokens are not loaded.
-        sinks: (Hq,), a logit of each query head that joins the softmax and has no
-            value; None for none.
-        spans: Query tokens that also see later ones; None if none do.
-        logits_soft_cap: The cap that bounds scores by a tanh; None for none.
+        call: The call that has the sequence.
+        row: The sequence's index in the batch.
+        positions: (T,) in the sequence.
 
     """
-    block_size = kv_cache.shape[2]
-    bounds = zip(query_start_loc, query_start_loc[1:], seq_lens)
+    block_size, layout = call.kv_cache.shape[2], call.layout
+    blocks = call.batch.block_table[row, positions // block_size].long()
+    slots = blocks * block_size + positions % block_size
+    keys, values = load(call.kv_cache, slots, layout)
+    return inverse_rotate(keys) * layout.key_codebook.gain, inverse_rotate(values)
+
+
+def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> None:
+    """Causal attention of a batch, sequence by sequence, in fp32.
+
+    Tokens that no query sees under a sliding window are not loaded.
+
+    Args:
+        call: The tokens that are attended to, and the output. Its ``query`` is there,
+            and ``lse`` is not.
+        spans: Query tokens that also see later ones; None if none do.
+
+    """
+    call.check()
+    batch, scoring, newest, window = call.batch, call.scoring, call.newest, call.window
+    assert call.query is not None and call.lse is None
+    starts = _query_starts(batch)
+    bounds = zip(starts, starts[1:], batch.seq_lens.tolist())
     for row, (begin, end, seq_len) in enumerate(bounds):
+        tokens = slice(begin, end)
         if begin == end:
             continue
+        if seq_len == 0:
+            call.output[tokens] = 0
+            continue
         first = 0
-        if sliding_window is not None:
-            first = max(seq_len - (end - begin) + 1 - sliding_window, 0)
-        positions = torch.arange(first, seq_len, device=query.device)
-        blocks = block_table[row, positions // block_size].long()
-        slots = blocks * block_size + positions % block_size
-        if key is not None and value is not None:
-            slots = slots[: seq_len - (end - begin) - first]
-        num_cached = num_packed = len(slots)
+        if scoring.sliding_window is not None:
+            first = max(seq_len - (end - begin) + 1 - scoring.sliding_window, 0)
+        positions = torch.arange(first, seq_len, device=call.query.device)
+        if newest is not None:
+            positions = positions[: seq_len - (end - begin) - first]
+        num_packed = len(positions)
         if window is not None:
             num_packed -= seq_len - int(window.packed_lens[row])
-        keys, values = load(kv_cache, slots[:num_packed], layout)
-        keys = inverse_rotate(keys) * layout.key_codebook.gain
-        values = inverse_rotate(values)
-        if window is not None and num_packed < num_cached:
-            newest = positions[num_packed:num_cached]
-            window_keys, window_values = load_window(window, row, newest)
-            keys = torch.cat([keys, window_keys])
-            values = torch.cat([values, window_values])
-        if key_offset is not None:
-            segments = positions[:num_cached] // interface.OFFSET_SEGMENT
-            keys = keys + key_offset[segments.clamp(max=key_offset.shape[0] - 1)]
-        if key is not None and value is not None:
-            keys = torch.cat([keys, key[begin:end].float()])
-            values = torch.cat([values, value[begin:end].float()])
-        result, _ = attention(
-            query[begin:end].float(),
+        keys, values = _load_tokens(call, row, positions[:num_packed])
+        if window is not None and num_packed < len(positions):
+            recent = load_window(window, row, positions[num_packed:])
+            keys, values = map(torch.cat, zip((keys, values), recent))
+        if scoring.key_offset is not None:
+            segments = positions // interface.OFFSET_SEGMENT
+            segments = segments.clamp(max=scoring.key_offset.shape[0] - 1)
+            keys = keys + scoring.key_offset[segments]
+        if newest is not None:
+            keys = torch.cat([keys, newest.key[tokens].float()])
+            values = torch.cat([values, newest.value[tokens].float()])
+        call.output[tokens], _ = attention(
+            call.query[tokens].float(),
             keys,
             values,
-            scale,
-            sliding_window=sliding_window,
-            sinks=sinks,
+            scoring.scale,
+            sliding_window=scoring.sliding_window,
+            sinks=scoring.sinks,
             spans=[
                 (start - first, stop - first)
                 for start, stop in (spans.positions(row) if spans else ())
             ],
-            logits_soft_cap=logits_soft_cap,
+            logits_soft_cap=scoring.soft_cap,
         )
-        output[begin:end] = result.to(output.dtype)
+
+
+def _no_result(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of attention to no tokens, fp32."""
+    lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
+    return torch.zeros_like(query, dtype=torch.float32), lse
+
+
+def shared_attention(call: AttentionCall, context_parallel: "ContextParallel") -> None:
+    """Causal attention of a batch, like ``paged_attention``, in fp32.
+
+    Args:
+        call: The call with this rank's query heads. Its cache and block table are this
+            rank's share of the context, its lengths are over all ranks, and every rank
+            has its ``newest``.
+        context_parallel: The ranks that share the context.
+
+    """
+    batch, newest = call.batch, call.newest
+    assert call.query is not None and newest is not None
+    scale, cap = call.scoring.scale, call.scoring.soft_cap
+    queries = context_parallel.gather(call.query)
+    part, part_lse = _no_result(queries)
+    own, own_lse = _no_result(call.query)
+    starts = _query_starts(batch)
+    query_lens = torch.tensor(starts).diff()
+    contexts = (batch.seq_lens[: len(query_lens)].cpu() - query_lens).clamp(min=0)
+    local_lens = context_parallel.local_lens(contexts).tolist()
+    for row, (begin, end, length) in enumerate(zip(starts, starts[1:], local_lens)):
+        tokens = slice(begin, end)
+        own[tokens], own_lse[tokens] = attention(
+            call.query[tokens].float(),
+            newest.key[tokens].float(),
+            newest.value[tokens].float(),
+            scale,
+            logits_soft_cap=cap,
+        )
+        if begin < end and length > 0:
+            positions = torch.arange(length, device=queries.device)
+            part[tokens], part_lse[tokens] = attention(
+                queries[tokens].float(),
+                *_load_tokens(call, row, positions),
+                scale,
+                causal=False,
+                logits_soft_cap=cap,
+            )
+    parts, lses = context_parallel.gather_parts(part, part_lse)
+    outputs, logits = [*parts.unbind(), own], [*lses.unbind(), own_lse]
+    if call.scoring.sinks is not None:
+        outputs.append(torch.zeros_like(own))
+        logits.append(call.scoring.sinks.float().expand_as(own_lse))
+    weights = torch.softmax(torch.stack(logits), 0)[..., None]
+    call.output.copy_((weights * torch.stack(outputs)).sum(0))
