@@ -177,7 +177,7 @@ PAGES = {
 }
 BAD_PAGES = {
     "axis": (pages()[0], "3 axes"),
-    "dtype": (pages().view(torch.int8), "of int8, not uint8"),
+    "dtype": (pages().view(torch.int8), "dtype int8, not uint8"),
     "slot": (pages()[..., :-1], f"axis 3, not {LAYOUT.slot_size}"),
     "bytes": (pages()[..., ::2], "axis 3"),
     "block size": (pages()[:, :, :17], "blocks of 17 tokens"),
@@ -268,12 +268,12 @@ def test_partial_results(host):
     for name, arguments in {
         "partial: .*not one a query": (partial, lse, 8, 25, 1),
         "partial: 8 along axis 1": (partial, lse, 4, 3, 2),
-        "partial: of float16": (partial.half(), lse, 8, 3, 2),
+        "partial: dtype float16": (partial.half(), lse, 8, 3, 2),
         "partial: not contiguous": (partial[..., :64], lse, 8, 3, 2),
         "partial: its address": (at(partial, 2), lse, 8, 3, 2),
         "partial: not contig": (huge, lse, 64, 1, 1),
         "partial_lse: 23 along": (partial, lse[:23], 8, 3, 2),
-        "partial_lse: of float64": (partial, lse.double(), 8, 3, 2),
+        "partial_lse: dtype float64": (partial, lse.double(), 8, 3, 2),
     }.items():
         with pytest.raises((TypeError, ValueError), match=name):
             check(*arguments)
@@ -295,7 +295,7 @@ def test_an_offset_is_for_modules_that_were_compiled_for_it(host, is_wanted):
 
 WINDOW = WindowFormat(LAYOUT, 32)
 BAD_WINDOWS = {
-    "axes": (dict(pages=pages()[0]), "window_pages: of 3 axes"),
+    "axes": (dict(pages=pages()[0]), "window_pages: 3 axes"),
     "heads": (dict(pages=pages(heads=3)), "window_pages: 3 along axis 1, not 2"),
     "stride": (dict(pages=pages(pad=8)), "window_pages: the stride of axis"),
     "no rows": (dict(num_rows=0), "window_pages: 0 rows, not 1 to 64"),

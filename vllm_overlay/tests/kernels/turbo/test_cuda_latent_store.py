@@ -239,9 +239,11 @@ def test_inputs_that_the_kernel_does_not_take_are_told():
     refused("kv_c: of 3 tokens, not 4", cache, slots, kv_c[:3], k_pe)
     refused("k_pe: 60 along axis 1", cache, slots, kv_c, k_pe[:, :60])
     refused("k_pe: the module is of 64", cache, slots, kv_c, None)
-    refused("k_pe: of float16", cache, slots, kv_c, k_pe.half(), error=TypeError)
-    refused("kv_c: of float32", cache, slots, kv_c.float(), k_pe, error=TypeError)
-    refused("slot_mapping: of int32", cache, slots.int(), kv_c, k_pe, error=TypeError)
+    refused("k_pe: dtype float16", cache, slots, kv_c, k_pe.half(), error=TypeError)
+    refused("kv_c: dtype float32", cache, slots, kv_c.float(), k_pe, error=TypeError)
+    refused(
+        "slot_mapping: dtype int32", cache, slots.int(), kv_c, k_pe, error=TypeError
+    )
     assert (cache == 0xFF).all()
 
 

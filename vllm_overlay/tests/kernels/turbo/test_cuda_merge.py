@@ -204,8 +204,8 @@ def test_sinks(head_size, with_newest, num_warps, counts, num_splits, sinks_dtyp
 
 SINKS_NOT_TAKEN = {
     "heads": ((7,), torch.float32, "7 along axis 0, not 8"),
-    "axes": ((8, 1), torch.float32, "of 2 axes, not 1"),
-    "dtype": ((8,), torch.float64, "of float64, not float32"),
+    "axes": ((8, 1), torch.float32, "2 axes, not 1"),
+    "dtype": ((8,), torch.float64, "dtype float64, not float32"),
 }
 
 

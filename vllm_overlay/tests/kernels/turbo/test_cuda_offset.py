@@ -330,11 +330,11 @@ def ints(values: list[int]) -> torch.Tensor:
 
 TABLE = (3, NUM_KV_HEADS, LAYOUT.head_size)
 BAD_TABLES = {
-    "axes": (TABLE[1:], torch.float32, "of 2 axes, not 3"),
+    "axes": (TABLE[1:], torch.float32, "2 axes, not 3"),
     "none": ((0, *TABLE[1:]), torch.float32, "0 along axis 0, not 1 or more"),
     "heads": ((3, 3, 128), torch.float32, "3 along axis 1, not 2"),
     "size": ((3, 2, 64), torch.float32, "64 along axis 2, not 128"),
-    "dtype": (TABLE, BF16, "of bfloat16, not float32"),
+    "dtype": (TABLE, BF16, "dtype bfloat16, not float32"),
 }
 
 
@@ -365,7 +365,7 @@ def test_tables_that_are_not_taken(name):
 def test_queries_that_are_not_taken(kernel):
     batch = OffsetBatch([40], 2, 4)
     for query, error, message in (
-        (batch.query.float(), TypeError, "of float32, not float16"),
+        (batch.query.float(), TypeError, "dtype float32, not float16"),
         (batch.query[:1], ValueError, "1 along axis 0, not 2"),
         (batch.query[:, :4], ValueError, "4 along axis 1, not 8"),
         (batch.query.repeat(1, 1, 2)[..., ::2], ValueError, "last axis is not"),

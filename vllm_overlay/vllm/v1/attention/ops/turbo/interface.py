@@ -354,7 +354,8 @@ class AttentionCall(NamedTuple):
         assert is_whole or self.newest is self.window is None
         assert is_whole or scoring.sliding_window is scoring.sinks is None
         has_window = self.window is not None
-        assert not has_window or self.newest is not None, "a window without the newest"
+        has_newest = self.newest is not None
+        assert not has_window or has_newest, "a window without the newest tokens"
         assert scoring.sliding_window is None or scoring.sliding_window > 0, scoring
         has_cap = scoring.soft_cap is not None
         assert not has_cap or scoring.key_offset is None, "capped scores with an offset"

@@ -69,12 +69,12 @@ constexpr DLDataType kBFloat16 = {kDLBfloat, 16, 1};
 inline void check_dtype(const char* name, const TensorView& x,
                         DLDataType dtype) {
   TVM_FFI_CHECK(x.dtype() == dtype, TypeError)
-      << name << " has dtype " << x.dtype() << ", not " << dtype;
+      << name << ": dtype " << x.dtype() << ", not " << dtype;
 }
 
 inline void check_axes(const char* name, const TensorView& x, int axes) {
   TVM_FFI_CHECK(x.ndim() == axes, ValueError)
-      << name << " has " << x.ndim() << " axes, not " << axes;
+      << name << ": " << x.ndim() << " axes, not " << axes;
 }
 
 inline void check_size(const char* name, const TensorView& x, int axis,
