@@ -30,7 +30,8 @@ from typing import Any
 
 from common import Report
 from env import has_gpu
-from equality import TIE
+from soak_common import build_parser as common_parser
+from soak_common import common_faults, decided_tokens, make_prompts
 from soak_transfers import (
     LEASE_S,
     Transfer,
@@ -39,12 +40,11 @@ from soak_transfers import (
     transfer_config,
     unanswered_port,
 )
-from tasks import IM_END
 from turbo_equality.modes import DRAFTING
 from turbo_equality.run import soaked_cache, window_lengths
 from turbo_process.log import emit
 from turbo_process.runner import engine_variables, exit_when_told, run_for_row
-from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
+from turbo_quality.cases import HEAD
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
 # Tokens of a prompt's chunk; small chunks leave less of the cache unused.
@@ -63,11 +63,7 @@ class Soak:
 
         self.args = args
         self.random = random.Random(args.seed)
-        depths = (0.0, 0.25, 0.5, 0.75, 1.0)
-        plan = Plan(0, 0, 0, 0, tuple(args.lengths), depths, args.cases)
-        text = HELD_OUT.read_text(encoding="utf-8")
-        tasks = build_tasks(text, plan, args.seed, Vocabulary(args.model))
-        self.prompts = [task["prompt"] for task in tasks]
+        self.prompts = make_prompts(args, (0.0, 0.25, 0.5, 0.75, 1.0))
         longest = max(map(len, self.prompts))
         self.max_model_len = longest + args.tokens
         # So many of the longest requests just fit.
@@ -154,16 +150,9 @@ class Soak:
             (output,) = self.llm.generate(
                 {"prompt_token_ids": prompt}, self.params(2), use_tqdm=False
             )
-            completion = output.outputs[0]
-            decided: list[int] = []
-            for token, position in zip(completion.token_ids, completion.logprobs):
-                best, second = sorted(p.logprob for p in position.values())[:-3:-1]
-                if best - second <= TIE:
-                    break
-                decided.append(token)
-                if token == IM_END:
-                    break
-            self.quiet.append(decided)
+            answer = output.outputs[0]
+            likeliest = ([p.logprob for p in x.values()] for x in answer.logprobs)
+            self.quiet.append(decided_tokens(answer.token_ids, likeliest))
         self.llm.reset_prefix_cache()
 
     def add(self, number: int) -> None:
@@ -283,7 +272,7 @@ def complaints(row: dict[str, Any]) -> list[str]:
     ended = row["answered"] + row["aborted"] + row["refused"]
     checks = {
         f"{row['requests'] - ended} requests got nothing": ended != row["requests"],
-        f"{row['unequal']} answers are not the quiet run's": row["unequal"] > 0,
+        **common_faults(row),
         "an impossible request was taken": row["accepted_impossible"] > 0,
         "nothing was aborted or refused": not row["aborted"] or not row["refused"],
         "no stream was cancelled": row["aborted_streams"] == 0,
@@ -291,8 +280,6 @@ def complaints(row: dict[str, Any]) -> list[str]:
         f"{row['mean_usage']:.3f} of the blocks were taken, not {LEAST_USAGE:g}": (
             row["mean_usage"] < LEAST_USAGE
         ),
-        "no request had a recent window": row["window"]
-        and not any(row["recent_window"]),
         "no draft was accepted": row["drafts"] and not row["accepted_drafts"],
         "no page came back from the host": row["offload"] and not row["loaded_bytes"],
         "no transfer went wrong, or none was aborted": row["transfers"]
@@ -304,28 +291,15 @@ def complaints(row: dict[str, Any]) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--kv-cache-dtype", default="turbo4")
-    parser.add_argument("--window", action="store_true", help="have a recent window")
-    parser.add_argument("--drafts", choices=["ngram"], help="verify drafts")
-    parser.add_argument(
-        "--offload", type=float, default=0.0, help="GiB of the host's memory for pages"
-    )
+    parser = common_parser(__doc__, cases=4, max_num_seqs=256)
     parser.add_argument(
         "--transfers", type=float, default=0.0, help="share of requests, which fail"
     )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=256, help="waiting or running")
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of prompts")
-    parser.add_argument("--cases", type=int, default=4, help="per kind and length")
-    parser.add_argument("--tokens", type=int, default=48, help="generated per request")
     parser.add_argument(
         "--longest-at-once", type=int, default=32, help="requests that the cache holds"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=256)
     # So many tokens that a step fills all blocks that the one before has freed.
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument(
@@ -334,15 +308,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--impossible", type=float, default=0.01, help="share of impossible requests"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.5,
-        help="share of the memory that has to be free at the start",
-    )
     parser.add_argument("--time-limit", type=float, default=3600, help="seconds")
-    parser.add_argument("--output", type=Path, help="file that the row is added to")
     parser.add_argument("--log", type=Path, default=Path("/tmp/turbo-soak.log"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -32,14 +32,14 @@ from typing import Any
 import psutil
 from common import Report
 from env import has_gpu
-from equality import TIE
 from quickstart import free_port, wait_until_up
+from soak_common import build_parser as common_parser
+from soak_common import common_faults, decided_tokens, make_prompts
 from soak_transfers import transfer_config
-from tasks import IM_END
 from turbo_equality.modes import DRAFTING
 from turbo_equality.run import soaked_cache, window_lengths
 from turbo_process.runner import engine_variables, exit_when_told, running, signal_group
-from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
+from turbo_quality.cases import HEAD
 from vllm_turbo_cpu_standins.settings import SERVE_ARGS
 
 NAME = "served"
@@ -96,33 +96,12 @@ def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
     raise Broken(tokens)
 
 
-def decided_tokens(choice: dict[str, Any]) -> list[int]:
-    """Returns an answer's tokens before the first that rounding may decide."""
-    decided: list[int] = []
-    for token, likeliest in zip(
-        choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True
-    ):
-        # Two tokens with the same text are one entry.
-        if len(likeliest) < 2:
-            break
-        best, second = sorted(likeliest.values())[:-3:-1]
-        if best - second <= TIE:
-            break
-        decided.append(token)
-        if token == IM_END:
-            break
-    return decided
-
-
 class Clients:
     """Threads that ask all the time, and counts of the answers."""
 
     def __init__(self, port: int, args: argparse.Namespace) -> None:
         self.port, self.args = port, args
-        plan = Plan(0, 0, 0, 0, tuple(args.lengths), (0.25, 0.75), args.cases)
-        text = HELD_OUT.read_text(encoding="utf-8")
-        tasks = build_tasks(text, plan, args.seed, Vocabulary(args.model))
-        self.prompts = [task["prompt"] for task in tasks]
+        self.prompts = make_prompts(args, (0.25, 0.75))
         self.decided: list[list[int]] = []
         names = ("answers", "errors", "broken_streams", "positions", "unequal")
         self.counts = dict.fromkeys(names, 0)
@@ -148,7 +127,8 @@ class Clients:
         """Asks each prompt alone, and notes the tokens that no rounding decides."""
         for index in range(len(self.prompts)):
             choice = ask(self.port, self.body(index, logprobs=2))
-            self.decided.append(decided_tokens(choice))
+            likeliest = (x.values() for x in choice["logprobs"]["top_logprobs"])
+            self.decided.append(decided_tokens(choice["token_ids"], likeliest))
 
     def compare(self, index: int, tokens: list[int], is_whole: bool) -> None:
         """Counts an answer, or the beginning of one."""
@@ -283,10 +263,8 @@ def complaints(row: dict[str, Any], least: int) -> list[str]:
     """Returns the faults of a row; each start needs at least `least` answers."""
     kills = row["kills"]
     checks = {
-        f"{row['unequal']} answers are not the quiet run's": row["unequal"] > 0,
+        **common_faults(row),
         "no position was compared": row["positions"] == 0,
-        "no request had a recent window": row["window"]
-        and not any(row["recent_window"]),
         "no stream broke off": row["broken_streams"] == 0,
         "a server did not answer": any(each["answers"] < least for each in kills),
         "a kill was not felt": any(not each["errors"] for each in kills[:-1]),
@@ -296,26 +274,10 @@ def complaints(row: dict[str, Any], least: int) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--kv-cache-dtype", default="turbo4")
-    parser.add_argument("--window", action="store_true", help="have a recent window")
-    parser.add_argument("--drafts", choices=["ngram"], help="verify drafts")
-    parser.add_argument(
-        "--offload", type=float, default=0.0, help="GiB of the host's memory for pages"
-    )
+    parser = common_parser(__doc__, cases=2, max_num_seqs=64)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--answers", type=int, default=300, help="before each kill")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of prompts")
-    parser.add_argument("--cases", type=int, default=2, help="per kind and length")
-    parser.add_argument("--tokens", type=int, default=48, help="generated per request")
-    parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
-    parser.add_argument("--output", type=Path, help="file that the row is added to")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/turbo-soak-server"))
     return parser
 

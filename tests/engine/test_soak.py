@@ -18,6 +18,7 @@ from soak import LEAST_USAGE, Soak, complaints
 from soak_transfers import for_nobody, transfer_config
 from turbo_process import runner
 from turbo_process.log import ROW
+from turbo_quality.cases import MODEL
 
 from vllm.config import KVTransferConfig
 
@@ -201,7 +202,7 @@ def test_a_small_run(model: Path, tmp_path: Path, more: list[str]):
     """
     output = tmp_path / "soak.jsonl"
     options = {
-        "--model": soak.MODEL if "--window" in more else model,
+        "--model": MODEL if "--window" in more else model,
         "--requests": REQUESTS,
         "--at-once": 14,
         "--lengths": 512,

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from harness import ROOT
-from soak_server import Broken, Clients, ask, complaints, decided_tokens
+from soak_common import decided_tokens
+from soak_server import Broken, Clients, ask, complaints
 
 
 def chunk(tokens: list[int], reason: str | None = None) -> str:
@@ -116,16 +117,11 @@ def test_an_answer_is_held_to_the_quiet_one(tokens, is_whole, unequal):
 
 
 def test_tokens_are_decided_up_to_a_tie():
-    likeliest = [
-        {"a": -0.1, "b": -3.0},
-        {"a": -0.69, "b": -0.69},
-        {"a": 0.0, "b": -9.0},
-    ]
-    choice = {"token_ids": [1, 2, 3], "logprobs": {"top_logprobs": likeliest}}
-    assert decided_tokens(choice) == [1]
+    likeliest = [[-0.1, -3.0], [-0.69, -0.69], [0.0, -9.0]]
+    assert decided_tokens([1, 2, 3], likeliest) == [1]
     # Two tokens have the same text.
-    likeliest[0] = {"a": -0.1}
-    assert decided_tokens(choice) == []
+    likeliest[0] = [-0.1]
+    assert decided_tokens([1, 2, 3], likeliest) == []
 
 
 @pytest.fixture
