@@ -170,9 +170,7 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -
     batch = Batch(shape, list(GATE_LENS), args.block_size, args.device)
     arm = make_arm(batch)
     slots = [batch.slots(i) for i in range(len(GATE_LENS))]
-    heads = (shape.num_kv_heads, shape.head_size)
-    keys = [batch.random(length, *heads) for length in GATE_LENS]
-    values = [batch.random(length, *heads) for length in GATE_LENS]
+    keys, values = zip(*map(batch.tokens, GATE_LENS))
     arm.write(torch.cat(keys), torch.cat(values), torch.cat(slots))
     batch.key.copy_(torch.stack([key[-1] for key in keys]))
     batch.value.copy_(torch.stack([value[-1] for value in values]))
@@ -199,14 +197,13 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -
         assert error <= bound, f"{length} tokens: error {error:.3g} > {bound:.3g}"
 
 
-def fill(arm: Arm) -> None:
+def fill(arm: Any) -> None:
     """Fill the whole cache with SEED_TOKENS random tokens, repeated."""
     batch, num_blocks = arm.batch, arm.cache.shape[0]
     seed_blocks = min(num_blocks, SEED_TOKENS // batch.block_size)
     num_tokens = seed_blocks * batch.block_size
-    heads = (batch.shape.num_kv_heads, batch.shape.head_size)
-    key, value = batch.random(num_tokens, *heads), batch.random(num_tokens, *heads)
-    arm.write(key, value, torch.arange(num_tokens, device=batch.device))
+    slots = torch.arange(num_tokens, device=batch.device)
+    arm.write(*batch.tokens(num_tokens), slots)
     for first in range(seed_blocks, num_blocks, seed_blocks):
         blocks = arm.cache[first : first + seed_blocks]
         blocks.copy_(arm.cache[: blocks.shape[0]])
@@ -307,15 +304,6 @@ def run_flushes(query: torch.Tensor, flush: Callable[[], Any]) -> None:
         query.mul_(1.0)
 
 
-def make_chunk(batch: Batch, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
-    """Keys, values and slots of a prompt's chunk; None if the cache is too small."""
-    if not 0 < num_tokens <= batch.num_blocks * batch.block_size:
-        return None
-    heads = (batch.shape.num_kv_heads, batch.shape.head_size)
-    key, value = batch.random(num_tokens, *heads), batch.random(num_tokens, *heads)
-    return key, value, torch.arange(num_tokens, device=batch.device)
-
-
 def count_bytes(arm: Arm, part: str, prefill_tokens: int) -> int | None:
     """Bytes of K and V that a part reads and writes; None if they do not bound it."""
     shape = arm.batch.shape
@@ -338,7 +326,7 @@ def time_shape(
 ) -> None:
     """Time the arms on one shape, and report a row for each of their parts."""
     batch = Batch(shape, shape.seq_lens, args.block_size, args.device)
-    chunk = make_chunk(batch, args.prefill_tokens)
+    chunk = batch.chunk(args.prefill_tokens)
     flush = Flush()
     arms: dict[str, Arm] = {}
     parts: dict[tuple[str, str], Callable[[], Any]] = {}
@@ -397,13 +385,17 @@ def profile(parts: dict[tuple[str, str], Callable[[], Any]]) -> None:
 
 
 def choose_correct(
-    shape: Shape, args: argparse.Namespace, report: Report
-) -> dict[str, Callable[..., Arm]]:
+    makers: dict[str, Callable[..., Any]],
+    check: Callable[..., None],
+    shape: Any,
+    args: argparse.Namespace,
+    report: Report,
+) -> dict[str, Callable[..., Any]]:
     """The arms that attend correctly with a shape's heads, by name."""
-    correct: dict[str, Callable[..., Arm]] = {}
-    for name, make_arm in choose_arms(args).items():
+    correct: dict[str, Callable[..., Any]] = {}
+    for name, make_arm in makers.items():
         try:
-            gate(make_arm, shape, args)
+            check(make_arm, shape, args)
         except Exception:
             report.error(shape=str(shape), arm=name, part="gate")
         else:
@@ -481,16 +473,16 @@ def main() -> int:
     report = Report(args.output, run_facts(args))
     is_timed = not (args.check_only or args.profile)
     device_facts = measure_device(args.rounds) if is_timed else {}
+    makers = choose_arms(args)
     correct: dict[tuple[int, int, int], dict[str, Callable[..., Arm]]] = {}
     for shape in args.shapes:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_size
         if heads not in correct:
-            correct[heads] = choose_correct(shape, args, report)
+            correct[heads] = choose_correct(makers, gate, shape, args, report)
         if not args.check_only:
             time_shape(shape, correct[heads], device_facts, args, report)
             torch.accelerator.empty_cache()
-    num_arms = len(choose_arms(args))
-    return 0 if all(len(found) == num_arms for found in correct.values()) else 1
+    return 0 if all(len(found) == len(makers) for found in correct.values()) else 1
 
 
 if __name__ == "__main__":

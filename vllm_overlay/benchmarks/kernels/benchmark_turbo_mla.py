@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_turbo_decode import Report, run_facts
+from benchmark_turbo_decode import Report, choose_correct, fill, run_facts
 from turbo_decode_timing import capture, measure, measure_device, spread
 from turbo_mla_arms import (
     BLOCK_SIZE,
@@ -79,7 +79,6 @@ DEFAULT_SHAPES = (
 GATE_LENS = (4, 63, 64, 65, 700, 1029)
 # The gate's bound of the relative error of quantised latents.
 QUANTISATION_ERROR = 0.2
-SEED_TOKENS = 4096
 
 
 def exact(
@@ -91,14 +90,14 @@ def exact(
     return weights @ rows[:, :RANK]
 
 
-def gate(make_arm: Callable[..., Arm], shape: Shape, device: str) -> None:
+def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -> None:
     """Check an arm against fp32 attention to its cache's dequantised content.
 
     Raises:
         AssertionError: The arm is wrong, so that its timing would mean nothing.
 
     """
-    batch = Batch(shape, list(GATE_LENS), device)
+    batch = Batch(shape, list(GATE_LENS), args.device)
     arm = make_arm(batch)
     slots = torch.cat([batch.slots(i) for i in range(len(GATE_LENS))])
     given = batch.random(sum(GATE_LENS), SIZE)
@@ -123,19 +122,6 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, device: str) -> None:
             assert error <= bound, f"{length} tokens: {error:.3g} > {bound:.3g}"
 
 
-def fill(arm: Arm) -> None:
-    """Fill the whole cache with SEED_TOKENS random tokens, repeated."""
-    batch, num_blocks = arm.batch, arm.cache.shape[0]
-    seed_blocks = min(num_blocks, SEED_TOKENS // BLOCK_SIZE)
-    num_tokens = seed_blocks * BLOCK_SIZE
-    rows = batch.random(num_tokens, SIZE)
-    slots = torch.arange(num_tokens, device=batch.device)
-    arm.write(rows[:, :RANK], rows[:, RANK:], slots)
-    for first in range(seed_blocks, num_blocks, seed_blocks):
-        blocks = arm.cache[first : first + seed_blocks]
-        blocks.copy_(arm.cache[: blocks.shape[0]])
-
-
 def parts_of(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """The parts of an arm that are timed, by name."""
     batch = arm.batch
@@ -143,10 +129,7 @@ def parts_of(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]
         "store": arm.store,
         "attention": arm.attention,
     }
-    if 0 < args.prefill_tokens <= batch.num_blocks * BLOCK_SIZE:
-        rows = batch.random(args.prefill_tokens, SIZE)
-        slots = torch.arange(args.prefill_tokens, device=batch.device)
-        chunk = rows[:, :RANK], rows[:, RANK:], slots
+    if chunk := batch.chunk(args.prefill_tokens):
         parts["prefill_store"] = partial(arm.write, *chunk)
     if 0 < args.gather_tokens <= batch.shape.batch * batch.shape.context:
         context = Chunk(batch, args.gather_tokens)
@@ -205,23 +188,6 @@ def time_shape(
         report.row(**row, **device_facts)
 
 
-def choose_correct(
-    shape: Shape, args: argparse.Namespace, report: Report
-) -> dict[str, Callable[..., Arm]]:
-    """The arms that attend correctly with a shape's heads, by name."""
-    correct: dict[str, Callable[..., Arm]] = {}
-    for name in args.arms:
-        try:
-            gate(ARMS[name], shape, args.device)
-        except Exception:
-            report.error(shape=str(shape), arm=name, part="gate")
-        else:
-            correct[name] = ARMS[name]
-    if args.check_only:
-        report.row(shape=str(shape), part="gate", correct=list(correct))
-    return correct
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -258,11 +224,12 @@ def main() -> int:
     set_random_seed(0)
     report = Report(args.output, run_facts(args))
     device_facts = {} if args.check_only else measure_device(args.rounds)
+    makers = {name: ARMS[name] for name in args.arms}
     correct: dict[tuple[int, int], dict[str, Callable[..., Arm]]] = {}
     for shape in args.shapes:
         heads = shape.num_heads, shape.query_len
         if heads not in correct:
-            correct[heads] = choose_correct(shape, args, report)
+            correct[heads] = choose_correct(makers, gate, shape, args, report)
         if not args.check_only:
             time_shape(shape, correct[heads], device_facts, args, report)
             torch.accelerator.empty_cache()

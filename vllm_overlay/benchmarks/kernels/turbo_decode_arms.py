@@ -54,16 +54,63 @@ class Shape:
         return [length for count, length in self.groups for _ in range(count)]
 
 
-class Batch:
-    """The tensors of a step, of B sequences' last Q tokens, that every arm gets.
+class Sequences(ABC):
+    """The pages of a step's B sequences, whose last Q tokens are new.
 
     Attributes:
         query_len: Q.
-        query: (B * Q, Hq, D); ``key`` and ``value`` (B * Q, H, D).
-        output: (B * Q, Hq, D).
         block_table: (B, max_blocks) int32, blocks in random order, then zeros.
         seq_lens: (B,) int32, the last tokens included.
         slot_mapping: (B * Q,) int64, slots of the last tokens.
+
+    """
+
+    def __init__(
+        self, seq_lens: list[int], block_size: int, device: str, query_len: int
+    ) -> None:
+        self.block_size, self.device, self.query_len = block_size, device, query_len
+        self.max_seq_len = max(seq_lens)
+        blocks = [-(-length // block_size) for length in seq_lens]
+        self.num_blocks = sum(blocks)
+        order = torch.randperm(self.num_blocks, device=device).int()
+        self.block_table = torch.nn.utils.rnn.pad_sequence(
+            order.split(blocks), batch_first=True
+        )
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        last = [self.slots(i)[-query_len:] for i in range(len(seq_lens))]
+        self.slot_mapping = torch.cat(last)
+
+    @abstractmethod
+    def tokens(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Random tokens, as an arm's ``write`` takes them."""
+
+    def chunk(self, count: int) -> tuple[torch.Tensor, ...] | None:
+        """Tokens and slots of a prompt's chunk; None if the cache is too small."""
+        if not 0 < count <= self.num_blocks * self.block_size:
+            return None
+        return *self.tokens(count), torch.arange(count, device=self.device)
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=DTYPE, device=self.device)
+
+    def query_start_loc(self) -> torch.Tensor:
+        """The first query token of each sequence, (B + 1,) int32."""
+        step, ends = self.query_len, len(self.seq_lens) * self.query_len + 1
+        return torch.arange(0, ends, step, dtype=torch.int32, device=self.device)
+
+    def slots(self, sequence: int) -> torch.Tensor:
+        """Slots of a sequence's tokens, in order."""
+        position = torch.arange(int(self.seq_lens[sequence]), device=self.device)
+        block = self.block_table[sequence, position // self.block_size]
+        return block.long() * self.block_size + position % self.block_size
+
+
+class Batch(Sequences):
+    """The tensors of a step, of B sequences' last Q tokens, that every arm gets.
+
+    Attributes:
+        query: (B * Q, Hq, D); ``key`` and ``value`` (B * Q, H, D).
+        output: (B * Q, Hq, D).
 
     """
 
@@ -75,43 +122,17 @@ class Batch:
         device: str,
         query_len: int = 1,
     ) -> None:
+        super().__init__(seq_lens, block_size, device, query_len)
         self.shape = shape
-        self.block_size = block_size
-        self.device = device
-        self.query_len = query_len
-        self.max_seq_len = max(seq_lens)
-        num_seqs, size = len(seq_lens), shape.head_size
-        num_tokens = num_seqs * query_len
-        blocks = [-(-length // block_size) for length in seq_lens]
-        self.num_blocks = sum(blocks)
-        self.query = self.random(num_tokens, shape.num_heads, size)
-        self.key = self.random(num_tokens, shape.num_kv_heads, size)
-        self.value = self.random(num_tokens, shape.num_kv_heads, size)
+        num_tokens = len(seq_lens) * query_len
+        self.query = self.random(num_tokens, shape.num_heads, shape.head_size)
+        self.key, self.value = self.tokens(num_tokens)
         self.output = torch.full_like(self.query, float("nan"))
-        order = torch.randperm(self.num_blocks, device=device)
-        self.block_table = torch.nn.utils.rnn.pad_sequence(
-            order.to(torch.int32).split(blocks), batch_first=True
-        )
-        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-        last = [self.slots(i)[-query_len:] for i in range(num_seqs)]
-        self.slot_mapping = torch.cat(last)
 
-    def random(self, *size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=DTYPE, device=self.device)
-
-    def query_start_loc(self) -> torch.Tensor:
-        """The first query token of each sequence, (B + 1,) int32."""
-        ends = self.query.shape[0] + 1
-        return torch.arange(
-            0, ends, self.query_len, dtype=torch.int32, device=self.device
-        )
-
-    def slots(self, sequence: int) -> torch.Tensor:
-        """Slots of a sequence's tokens, in order."""
-        length = int(self.seq_lens[sequence])
-        position = torch.arange(length, device=self.device)
-        block = self.block_table[sequence, position // self.block_size]
-        return block * self.block_size + position % self.block_size
+    def tokens(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Random keys and values, (count, H, D) each."""
+        size = count, self.shape.num_kv_heads, self.shape.head_size
+        return self.random(*size), self.random(*size)
 
 
 class Arm(ABC):

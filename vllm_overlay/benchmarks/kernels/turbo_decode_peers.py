@@ -40,6 +40,21 @@ class PagesArm(Arm):
         pages = self.cache.view(self.page_dtype)
         return pages.split(self.batch.shape.head_size, -1)
 
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that FlashAttention and Triton's attention share."""
+        batch, (key_cache, value_cache) = self.batch, self.pages()
+        return {
+            "k": key_cache,
+            "v": value_cache,
+            "out": batch.output,
+            "max_seqlen_q": batch.query_len,
+            "seqused_k": batch.seq_lens,
+            "max_seqlen_k": batch.max_seq_len,
+            "softmax_scale": self.scale,
+            "causal": True,
+            "block_table": batch.block_table,
+        }
+
     def write(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
@@ -118,21 +133,11 @@ class FlashAttentionArm(PagesArm):
     def attention(self) -> None:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        batch = self.batch
-        key_cache, value_cache = self.pages()
         flash_attn_varlen_func(
             q=self.query,
-            k=key_cache,
-            v=value_cache,
-            out=batch.output,
-            max_seqlen_q=batch.query_len,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=batch.max_seq_len,
-            softmax_scale=self.scale,
-            causal=True,
             window_size=list(self.window_size),
-            block_table=batch.block_table,
             fa_version=self.fa_version,
+            **self.arguments(),
             **self.options,
         )
 
@@ -173,21 +178,11 @@ class TritonArm(PagesArm):
     def attention(self) -> None:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-        batch = self.batch
-        key_cache, value_cache = self.pages()
         unified_attention(
-            q=batch.query,
-            k=key_cache,
-            v=value_cache,
-            out=batch.output,
-            max_seqlen_q=batch.query_len,
-            seqused_k=batch.seq_lens,
-            max_seqlen_k=batch.max_seq_len,
-            softmax_scale=self.scale,
-            causal=True,
+            q=self.batch.query,
             window_size=(-1, -1),
-            block_table=batch.block_table,
             softcap=0,
+            **self.arguments(),
             **self.options,
         )
 

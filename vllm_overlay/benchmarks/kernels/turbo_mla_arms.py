@@ -11,8 +11,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from turbo_decode_arms import DTYPE, Sequences
 
-DTYPE = torch.bfloat16
 # The sizes of DeepSeek and of models derived from it.
 RANK, ROPE = 512, 64
 SIZE = RANK + ROPE
@@ -44,48 +44,26 @@ class Shape:
         return 192**-0.5
 
 
-class Batch:
+class Batch(Sequences):
     """The tensors of a step, of B sequences' last Q tokens, that every arm gets.
 
     Attributes:
         query: (B * Q, Hq, L + R).
-        block_table: (B, max_blocks) int32, blocks in random order.
-        seq_lens: (B,) int32, the last tokens included.
-        slot_mapping: (B * Q,) int64, slots of the last tokens.
         kv_c: (B * Q, L), latents of the last tokens.
         k_pe: (B * Q, R), rotary keys of the last tokens.
 
     """
 
     def __init__(self, shape: Shape, seq_lens: list[int], device: str) -> None:
-        self.shape, self.device = shape, device
-        num_seqs, tokens = len(seq_lens), len(seq_lens) * shape.query_len
-        blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]
-        self.num_blocks = sum(blocks)
-        self.max_seq_len = max(seq_lens)
-        self.query = self.random(tokens, shape.num_heads, SIZE)
-        self.kv_c, self.k_pe = self.random(tokens, SIZE).split([RANK, ROPE], -1)
-        order = torch.randperm(self.num_blocks, device=device).int()
-        self.block_table = torch.nn.utils.rnn.pad_sequence(
-            order.split(blocks), batch_first=True
-        )
-        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-        last = [self.slots(i)[-shape.query_len :] for i in range(num_seqs)]
-        self.slot_mapping = torch.cat(last)
+        super().__init__(seq_lens, BLOCK_SIZE, device, shape.query_len)
+        self.shape = shape
+        num_tokens = len(seq_lens) * shape.query_len
+        self.query = self.random(num_tokens, shape.num_heads, SIZE)
+        self.kv_c, self.k_pe = self.tokens(num_tokens)
 
-    def random(self, *size: int) -> torch.Tensor:
-        return torch.randn(size, dtype=DTYPE, device=self.device)
-
-    def query_start_loc(self) -> torch.Tensor:
-        """The first query token of each sequence, (B + 1,) int32."""
-        step, ends = self.shape.query_len, self.query.shape[0] + 1
-        return torch.arange(0, ends, step, dtype=torch.int32, device=self.device)
-
-    def slots(self, sequence: int) -> torch.Tensor:
-        """Slots of a sequence's tokens, in order."""
-        position = torch.arange(int(self.seq_lens[sequence]), device=self.device)
-        block = self.block_table[sequence, position // BLOCK_SIZE]
-        return block.long() * BLOCK_SIZE + position % BLOCK_SIZE
+    def tokens(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Random latents and rotary keys, (count, L) and (count, R)."""
+        return self.random(count, SIZE).split([RANK, ROPE], -1)
 
 
 class Arm(ABC):
