@@ -221,10 +221,10 @@ TIMES = "vllm_overlay/benchmarks/kernels/benchmark_turbo"
 CACHE = "--kv-cache-memory-bytes 8589934592"
 SECTIONS = {
     "kernels": Section(
-        "runs the kernels' tests, which is mostly compilers: `-n 16 --dist worksteal` "
-        "is for as many cores, which share the GPUs. With `--shard 1/2` it is the "
-        "first of two parts: the second finds what the first has built. When all tests "
-        "have passed, native_kernels.json says of which sources that was; "
+        "runs the kernels' tests. Compilers take most of the time: `-n 16 --dist "
+        "worksteal` is for 16 cores, which share the GPUs. `--shard 1/2` runs the "
+        "first of two parts, and the second finds its kernels built. When all tests "
+        "have passed, native_kernels.json gets the digests of the sources. "
         'FAMILIES="cuda/store triton/merge" runs and records those of some kernels.',
         "-m pytest -q -p no:cacheprovider -p failures_at_once -p shards "
         f"{KERNEL_TESTS}",
@@ -234,8 +234,8 @@ SECTIONS = {
     "architectures": Section(
         "compiles every CUDA kernel for every architecture, packs them for "
         "scripts/apply.sh --kernels, and fails if they take too many bytes. `--arch "
-        "9.0` is for one. With `--folder DIR` the archive has what former runs have "
-        "left there, and a run that was ended is gone on with.",
+        "9.0` is for one architecture. `--folder DIR` keeps the kernels of former "
+        "runs, so that a run can be ended and continued.",
         f"{KERNEL_TESTS}/compile_kernels.py --output OUT/cuda_resources.json "
         "--archive OUT/turbo-kernels.tar.xz",
         needs="nvcc",
@@ -244,14 +244,14 @@ SECTIONS = {
     ),
     "sanitizer": Section(
         "watches stores, decodes, extends, merges and recent windows with "
-        "compute-sanitizer, and makes sure that it finds what is planted for it.",
+        "compute-sanitizer, and makes sure that it finds planted defects.",
         "ci/sanitize.py",
         needs="nvcc, compute-sanitizer",
         takes="over 10 minutes",
         run=sanitizer,
     ),
     "defects": Section(
-        "plants defects in the kernels, each by itself, and makes sure that the "
+        "plants defects in the kernels, one at a time, and makes sure that the "
         "kernels' tests find them.",
         "ci/cuda_defects.py",
         needs="nvcc, cores",
@@ -259,11 +259,11 @@ SECTIONS = {
         run=defects,
     ),
     "bench": Section(
-        "times stores and decodes by the kernels.",
+        "times the kernels of stores and decodes.",
         f"{TIMES}_decode.py --output OUT/decode.jsonl",
     ),
     "extend": Section(
-        "times attention of several query tokens to cached context, by their number.",
+        "times attention of several query tokens per sequence to cached context.",
         f"{TIMES}_extend.py --output OUT/extend.jsonl",
     ),
     "mla": Section(
@@ -274,14 +274,15 @@ SECTIONS = {
         f"{TIMES}_mla_extend.py --output OUT/mla_extend.jsonl",
     ),
     "profile": Section(
-        "asks Nsight Compute what the kernels of a decode step are bound by.",
+        "asks Nsight Compute for the bottlenecks of a decode step's kernels.",
         f"{TIMES}_decode.py --profile --arms turbo4 k4v3 turbo3\n"
         "benchmarks/profile_table.py OUT/profile-raw.csv OUT/profile.csv",
         needs="ncu",
         run=profile,
     ),
     "engine": Section(
-        "says what caches hold, and times prefills and decode steps of an engine.",
+        "measures the capacity of caches, and times prefills and decode steps of an "
+        "engine.",
         "benchmarks/turbo_engine.py --output OUT/engine.jsonl --logs OUT/engine-logs",
     ),
     "throughput": Section(
@@ -292,8 +293,8 @@ SECTIONS = {
     "models": Section(
         "times decode steps of a model of another kind: `--model "
         "benchmarks/configs/... --layers 12`. With `--quantization awq` its weights "
-        "have 4 bits. `--parts prefix [--prefix-match-unit 16]` has chats go on "
-        "instead, and says what they found in the prefix cache.",
+        "have 4 bits. `--parts prefix [--prefix-match-unit 16]` continues chats "
+        "instead, and counts their tokens in the prefix cache.",
         "benchmarks/turbo_models.py --output OUT/models.jsonl --logs OUT/models-logs",
     ),
     "offload": Section(
@@ -308,7 +309,7 @@ SECTIONS = {
         needs="90 GB of its memory",
     ),
     "pictures": Section(
-        "draws what is in OUT.",
+        "draws the results in OUT.",
         "benchmarks/pictures.py OUT",
         needs="no vLLM, matplotlib (requirements/test.txt)",
         gpus=0,
@@ -318,37 +319,37 @@ SECTIONS = {
         "benchmarks/turbo_serve.py --output OUT/serve.jsonl --log OUT/serve.log",
     ),
     "start": Section(
-        "times how long a server takes to be ready, with nothing built before and with "
-        "everything. `--first-round 1` adds another round to the medians. `--arms fp8 "
-        "turbo4 --at-once 2 --full-starts 3` is for two GPUs, and takes 7 minutes.",
+        "times a server's start, with nothing built before and with everything built. "
+        "`--first-round 1` adds another round to the medians. `--arms fp8 turbo4 "
+        "--at-once 2 --full-starts 3` is for two GPUs, and takes 7 minutes.",
         "benchmarks/turbo_start.py --output OUT/start.jsonl --logs OUT/start-logs",
         takes="6 minutes a round",
     ),
     "quality": Section(
-        "says what each dtype costs in quality, on the trained model.",
+        "measures what each dtype costs in quality, on the trained model.",
         "benchmarks/quality.py --jobs 5 --output OUT/quality --logs OUT/quality-logs",
         needs="matplotlib (requirements/test.txt), or `--no-pictures`",
         takes="under 10 minutes",
     ),
     "lab": Section(
-        "holds each choice of the formats to its alternatives.",
+        "compares each choice of the formats with its alternatives.",
         "tests/quality/lab/choices.py --device cuda --output OUT/lab",
         takes="1 to 2 minutes",
     ),
     "latents": Section(
-        "holds formats of MLA's latents to each other: the model's predictions on what "
-        "each reads back, all by the same arithmetic.",
+        "compares formats of MLA's latents: the model's predictions on the latents "
+        "that each reads back, by the same arithmetic.",
         "tests/quality/lab/latents.py --device cuda --output OUT/lab",
     ),
     "equality": Section(
-        "holds every way to run requests to one at a time. `--prefill stored --jobs 4 "
-        "--modes tensor_parallel tensor_parallel_heads pipeline_parallel "
-        "expert_parallel data_parallel` is for two GPUs.",
+        "compares every way to run requests with one request at a time. `--prefill "
+        "stored --jobs 4 --modes tensor_parallel tensor_parallel_heads "
+        "pipeline_parallel expert_parallel data_parallel` is for two GPUs.",
         "benchmarks/equality.py --jobs 8 --output OUT/equality.jsonl",
     ),
     "families": Section(
-        "holds CUDA's kernels to Triton's on seeded models with windows, sinks, a soft "
-        "cap, shared caches, chunks and states.",
+        "compares CUDA's kernels with Triton's on seeded models with windows, sinks, a "
+        "soft cap, shared caches, chunks and states.",
         "ci/families.py --output OUT/families.jsonl",
     ),
     "checkpoints": Section(
@@ -362,14 +363,13 @@ SECTIONS = {
         default="models/needle-qwen3",
     ),
     "memory": Section(
-        "asks for growth after the start, at the model's context and at a million "
-        "tokens.",
+        "looks for memory that grows after the start, at the model's context and at a "
+        "million tokens.",
         "benchmarks/memory.py --output OUT/memory.jsonl --logs OUT/memory-logs",
     ),
     "soak": Section(
-        "has requests share a cache that is too small. `--kv-cache-dtype k4v3 --window "
-        "--drafts ngram --offload 8 --transfers 0.05` has all that can go on beside "
-        "them.",
+        "runs requests that share a cache which is too small. `--kv-cache-dtype k4v3 "
+        "--window --drafts ngram --offload 8 --transfers 0.05` adds other features.",
         "benchmarks/soak.py --output OUT/soak.jsonl",
         takes="60 minutes at most",
     ),
@@ -379,15 +379,14 @@ SECTIONS = {
         "--logs OUT/restarts-logs",
     ),
     "image": Section(
-        "builds kernels as docker/Dockerfile does, and starts an engine that has no "
-        "nvcc.",
+        "builds kernels like docker/Dockerfile, and starts an engine that has no nvcc.",
         "ci/image.py --output OUT/image.jsonl",
         needs="nvcc",
     ),
     "dcp": Section(
-        "has ranks share sequences, or not: says how many tokens they hold, times a "
-        "step of a model with one KV head in the shapes that the arguments name, and "
-        "compares answers.",
+        "runs ranks that share sequences, or not: counts the tokens that they hold, "
+        "times a step of a model with one KV head in the shapes that the arguments "
+        "name, and compares answers.",
         "benchmarks/turbo_models.py --model benchmarks/configs/one-kv-head --arms "
         "turbo4 --parts decode --output OUT/dcp.jsonl\n"
         "benchmarks/equality.py --jobs 3 --prefill raw --output OUT/equality.jsonl "
@@ -398,9 +397,9 @@ SECTIONS = {
         run=dcp,
     ),
     "transfers": Section(
-        "has engines go on from another's pages, also of other tensor-parallel sizes: "
-        "compares answers, and times a prompt from the one to the other, beside "
-        "bf16's.",
+        "runs engines that go on from another engine's pages, also with other "
+        "tensor-parallel sizes: compares answers, and times a prompt's way from one to "
+        "the other, beside bf16's.",
         "benchmarks/turbo_transfers.py --output OUT/transfers.jsonl "
         "--logs OUT/transfers-logs",
         needs="NIXL",

@@ -82,9 +82,9 @@ EDITS = {"kv_connector/unit/test_nixl_connector.py": ("\nimport ray\n", "\n")}
 TIMEOUT_S = 300
 NOT_NAMED = "not named"
 HEADING = (
-    "# What vLLM's tests of connectors and offloading come to with turbo4: how many",
-    "# cases of a file pass, and of each other test how many cases do not, and why",
-    "# (upstream_tests.py --write).",
+    "# The outcomes of vLLM's tests of connectors and offloading with turbo4: the",
+    "# cases of each file that pass, and the cases of each other test that do not,",
+    "# with the reason (upstream_tests.py --write).",
 )
 
 
