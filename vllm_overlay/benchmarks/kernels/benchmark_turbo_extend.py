@@ -295,8 +295,7 @@ def time_queries(
     from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
 
     batch = Batch(shape, shape.seq_lens, args.block_size, args.device, query_len)
-    most = args.max_merged_tokens
-    most = MAX_MERGED_TOKENS if most is None else most
+    most = MAX_MERGED_TOKENS
     arms: dict[str, Arm] = {
         "bf16": FlashAttentionArm(batch, False, False, cache=caches.get("bf16")),
         "extend": ExtendArm(
@@ -354,12 +353,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-tokens", type=int, default=16384, help="query tokens of a step"
-    )
-    parser.add_argument(
-        "--max-merged-tokens",
-        type=int,
-        help="query tokens of a sequence up to which the merge attends to them, in "
-        "place of MAX_MERGED_TOKENS",
     )
     parser.add_argument(
         "--warps",

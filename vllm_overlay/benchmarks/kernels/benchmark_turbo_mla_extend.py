@@ -314,9 +314,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--new-tokens", nargs="+", type=int, default=list(DEFAULT_NEW_TOKENS)
     )
     parser.add_argument("--cache-dtype", default="turbo4")
-    parser.add_argument(
-        "--without-bf16", action="store_true", help="time the turbo dtype's ways alone"
-    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, help="file that rows are added to")
     parser.add_argument("--check-only", action="store_true", help="time nothing")
@@ -358,15 +355,14 @@ def main() -> int:
                 folder / model, MODELS[model], args.cache_dtype, num_blocks, args
             )
             layers = {"absorbed": turbo, "gathered": turbo}
-            if not args.without_bf16:
-                own = folder / f"{model}-bf16"
-                try:
-                    layers["bf16"] = make_layer(
-                        own, MODELS[model], "auto", num_blocks, args
-                    )
-                except Exception:
-                    report.error(model=model, way="bf16")
-                    args.failed = True
+            own = folder / f"{model}-bf16"
+            try:
+                layers["bf16"] = make_layer(
+                    own, MODELS[model], "auto", num_blocks, args
+                )
+            except Exception:
+                report.error(model=model, way="bf16")
+                args.failed = True
             for shape in args.shapes:
                 time_shape(model, layers, shape, report, args)
     return 1 if args.failed else 0
