@@ -88,7 +88,7 @@ def judge(row: dict[str, Any]) -> str:
     few, many = sorted(row[f"{kernel}_kl_mean"] for kernel in PEERS)
     # Written so that NaN is a fault.
     if not 0 < many <= RATIO * few:
-        return f"the two divergences differ by a factor of more than {RATIO}"
+        return f"one set of kernels is more than {RATIO} times as far off as the other"
     return ""
 
 
