@@ -25,6 +25,7 @@ from cuda_defects import SANITIZER_DEFECTS, of_this_gpu, plant
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda import decode_columns
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
@@ -163,7 +164,6 @@ WATCHED = {
     "initcheck-pages": ["one token", "few queries"],
     "racecheck-merge": ["one token"],
     "racecheck-team": ["many sequences"],
-    "racecheck-columns": ["more drafts"],
     "racecheck-stages": ["many extends by warps"],
     "racecheck-values": ["few queries by warps"],
 }
@@ -382,10 +382,17 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all presets and head sizes")
     parser.add_argument("--defect", choices=SANITIZER_DEFECTS, help="plant a defect")
     parser.add_argument("--defects", action="store_true", help="print their names")
+    parser.add_argument(
+        "--without-columns",
+        action="store_true",
+        help="decode many queries of a KV head in passes, not by columns",
+    )
     args = parser.parse_args()
     if args.defects:
         print(*of_this_gpu(SANITIZER_DEFECTS))
         return
+    if args.without_columns:
+        decode_columns.SERVED = range(0)
     torch.manual_seed(0)
     defect = SANITIZER_DEFECTS.get(args.defect)
     if defect is not None:

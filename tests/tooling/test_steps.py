@@ -80,7 +80,7 @@ def steps(tmp_path: Path) -> Run:
 @pytest.fixture
 def sections(tmp_path: Path) -> Run:
     """Runs gpu.py with stubs, and its results in a folder of the test's own."""
-    for name in ("python", "ncu", "compute-sanitizer"):
+    for name in ("python", "ncu", "compute-sanitizer", "nvcc"):
         _stub(tmp_path / "bin" / name, name)
     return _runner(
         ROOT / "ci/gpu.py",
@@ -285,10 +285,12 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         if section == "offload":
             assert "turbo4 turbo4_BLHNC turbo4_BHLNC" in calls.pop(0)
         if section == "sanitizer":
-            # They begin in any order, beside the question which defects to plant.
             asked = "python ci/sanitize.py --defects"
-            more = sorted(calls.pop(0) for _ in range(len(SANITIZERS) + 1))
-            assert more.pop() == asked
+            assert calls.pop(0) == asked
+            assert calls.pop(0).startswith("nvcc ")
+            assert calls.pop(0).split()[2] == "racecheck"
+            # They begin in any order.
+            more = sorted(calls.pop(0) for _ in SANITIZERS)
             assert [each.split()[2] for each in more] == SANITIZERS
             assert all(path in each.split() for each in more)
         assert f"[{section}] took" in said
@@ -345,23 +347,30 @@ def test_parts_of_the_kernels_tests(sections: Run, tmp_path: Path) -> None:
     assert "--passed cuda/store triton/merge --commit 0123abc" in calls[-1]
 
 
+@pytest.mark.parametrize("errs", [False, True])
 @pytest.mark.parametrize("found", [9, 0])
-def test_sanitizer_is_to_find_what_is_planted(
-    sections: Run, tmp_path: Path, found: int
+def test_sanitizer_finds_planted_defects(
+    sections: Run, tmp_path: Path, found: int, errs: bool
 ) -> None:
-    """A tool that misses a planted defect fails the section. A line has each status."""
+    """A tool that misses a planted defect fails the section. A line has each status.
+
+    If racecheck reports hazards in a right kernel, it watches no kernel like that.
+    """
     python, tool = tmp_path / "bin/python", tmp_path / "bin/compute-sanitizer"
     python.write_text('#!/bin/sh\n[ "$2" != --defects ] || echo memcheck-past\n')
     tool.write_text(
         '#!/bin/sh\ncase "$*" in *--defect*)\n  echo "==== ERROR SUMMARY: 1 error"\n'
-        f"  exit {found} ;;\nesac\n"
+        f"  exit {found} ;;\n*/sets*) exit {9 if errs else 0} ;;\nesac\n"
     )
     status, _, said = sections("sanitizer")
     assert status == (found != 9)
     lines = (tmp_path / "out/sanitizer.txt").read_text().splitlines()
     planted = "memcheck --defect memcheck-past: ERROR SUMMARY: 1 error"
     assert f"{planted} (status {found}, to be 9)" in lines
-    assert len(lines) == 1 + len(SANITIZERS) and all(x in said for x in lines)
+    assert len(lines) == 2 + len(SANITIZERS) and all(x in said for x in lines)
+    assert lines[0].startswith(f"racecheck {'reports' if errs else 'finds'}")
+    left_out = [x.split(":")[0] for x in lines if "--without-columns" in x]
+    assert left_out == (["racecheck --without-columns"] if errs else [])
     assert sum(x.endswith("(status 0, to be 0)") for x in lines) == len(SANITIZERS)
 
 
