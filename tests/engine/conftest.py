@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The folders that tests import from, whatever pytest's import mode.
 FOLDERS = ("tests/engine", "scripts", "benchmarks", "ci", "tests/quality")
 sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
+pytest.register_assert_rewrite("ways")
 
 from harness import WRITE_MODEL, Jobs  # noqa: E402
 
@@ -26,6 +27,7 @@ LONGEST = (
     "test_quickstart.py",
     "test_serve.py",
     "test_families.py",
+    "test_plan_command.py",
     "test_plan.py",
     "test_model_benchmark.py",
 )
@@ -87,6 +89,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("llama") / "seeded-llama"
     subprocess.run([sys.executable, WRITE_MODEL, folder, "--llama"], check=True)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def ops() -> Any:
+    """All stand-ins for native ops as vLLM calls them: by name, and with a schema."""
+    import torch
+    from vllm_turbo_cpu_standins import registry
+
+    registry.register_missing("turbo_standins_all")
+    return torch.ops.turbo_standins_all
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -290,6 +291,15 @@ def group_is_gone(process: subprocess.Popen, timeout_s: float = TIMEOUT_S) -> bo
     return False
 
 
+def requests_of(result: dict[str, Any], call: str = "batched") -> list[dict[str, Any]]:
+    """Returns the requests of one of an engine's calls."""
+    return result["calls"][call]["requests"]
+
+
+def tokens_of(requests: list[dict[str, Any]]) -> list[list[int]]:
+    return [request["tokens"] for request in requests]
+
+
 def common_positions(first: dict[str, Any], second: dict[str, Any]) -> int:
     """Returns how many leading distributions of two runs have the same context.
 
@@ -332,3 +342,18 @@ def kl_divergences(first: dict[str, Any], second: dict[str, Any]) -> list[float]
         )
         for i in range(common_positions(first, second))
     ]
+
+
+def largest_divergences(
+    first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> list[float]:
+    """Returns the largest of each pair's `kl_divergences`."""
+    return [max(kl_divergences(*pair)) for pair in zip(first, second, strict=True)]
+
+
+def mean_divergence(
+    first: list[dict[str, Any]], second: list[dict[str, Any]], skipped: int = 0
+) -> float:
+    """Returns the mean of all pairs' `kl_divergences`, without the first positions."""
+    pairs = [kl_divergences(*pair) for pair in zip(first, second, strict=True)]
+    return statistics.fmean(kl for divergences in pairs for kl in divergences[skipped:])

@@ -41,6 +41,12 @@ SCARCE = [text(3 * BLOCK - 4, 300 + index) for index in range(4)]
 NUM_DRAFTS = 3
 ALL_BYTES = random.Random(400).sample(range(256), k=256)
 DRAFTED = [ALL_BYTES, *PROMPTS[2:5]]
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": NUM_DRAFTS,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
 
 REFERENCE = [*PROMPTS, *MIXED, *SCARCE, ALL_BYTES]
 
@@ -104,14 +110,8 @@ def engines(
     if runner == "v1":
         # Numba, which finds drafts, undoes the setup that vLLM's CPU platform makes at
         # an engine's start: no engine can follow in the process.
-        speculative = {
-            "method": "ngram",
-            "num_speculative_tokens": NUM_DRAFTS,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 3,
-        }
         result["drafts"] = Engine(
-            common | {"speculative_config": speculative},
+            common | {"speculative_config": NGRAMS},
             {"batched": call(DRAFTED), "one": call([ALL_BYTES])},
         )
     return result

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import trained
-from harness import Call, Engine, Jobs
+from harness import Call, Engine, Jobs, mean_divergence, requests_of
 from safetensors.torch import load_file, save_file
-from trained import MAX_TOKENS, TRAINED, divergence
+from trained import MAX_TOKENS, TRAINED
 
 pytestmark = pytest.mark.matrix
 
@@ -77,28 +77,23 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return jobs.start("adapters", "v1", engines).result()
 
 
-def requests(result: dict[str, Any], dtype: str, call: str) -> list[dict[str, Any]]:
-    return result[dtype]["calls"][call]["requests"]
-
-
 @pytest.mark.parametrize("call", ["base", "adapted"])
 def test_answers_as_with_its_own_dtype(result: dict[str, Any], call: str):
-    own, packed = (requests(result, dtype, call) for dtype in (OWN, DTYPE))
+    own, packed = (requests_of(result[dtype], call) for dtype in (OWN, DTYPE))
     assert all(trained.right(own)) and all(trained.right(packed))
-    assert 0 < divergence(own, packed) < KL_BOUND
+    assert 0 < mean_divergence(own, packed) < KL_BOUND
 
 
 def test_adapter_matters(result: dict[str, Any]):
     """Guards the tests above. The adapter's requests hit no page of the base model."""
-    base, adapted = (requests(result, DTYPE, call) for call in ("base", "adapted"))
-    assert divergence(base, adapted) > 2 * KL_BOUND
+    base, adapted = (requests_of(result[DTYPE], call) for call in ("base", "adapted"))
+    assert mean_divergence(base, adapted) > 2 * KL_BOUND
     assert not any(request["num_cached_tokens"] for request in adapted)
 
 
 def test_adapter_beside_the_base_model(result: dict[str, Any]):
     """Both answer in one batch, each from its own pages."""
-    packed = requests(result, DTYPE, "mixed")
+    own, packed = (requests_of(result[dtype], "mixed") for dtype in (OWN, DTYPE))
     assert all(request["num_cached_tokens"] for request in packed)
     for place in range(2):
-        shares = [requests(result, dtype, "mixed")[place::2] for dtype in (OWN, DTYPE)]
-        assert 0 < divergence(*shares) < KL_BOUND
+        assert 0 < mean_divergence(own[place::2], packed[place::2]) < KL_BOUND

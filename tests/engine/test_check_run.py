@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import check_model
@@ -233,7 +233,7 @@ class Ended(check_model.Checks):
     def __init__(self, pool: Any, seconds: dict[str, float]) -> None:
         self.pool = pool
         self.seconds = seconds
-        self.args = SimpleNamespace(gsm8k=None)
+        self.args = Namespace(gsm8k=None, layers=0)
         self.reference = check_model.Arm("auto", "auto")
         self.running, self.ended = {}, 0
 
@@ -262,7 +262,6 @@ def test_engines_beside_each_other_are_reported_in_order(
     seconds = {"auto": 0.8, "turbo4": 2.0, "fp8": 0.1, "turbo3": 0.4}
     with side_by_side(4) as pool:
         checks = Ended(pool, seconds)
-        checks.args.layers = 0
         start = time.monotonic()
         rows = check_model.check(
             checks, arms, lambda rows: kept.append([row["arm"] for row in rows])

@@ -12,7 +12,7 @@ from typing import Any
 import checkpoints
 import pytest
 import trained
-from harness import Call, Engine, Jobs
+from harness import Call, Engine, Jobs, mean_divergence, requests_of
 from safetensors.torch import load_file
 from scenarios import PROMPTS
 from trained import MAX_TOKENS, TRAINED
@@ -57,12 +57,9 @@ def asked(
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_kind_answers_as_with_its_own_dtype(asked: dict[str, Any], kind: str):
-    own, packed = (
-        asked[f"{kind}-{dtype}"]["calls"]["batched"]["requests"]
-        for dtype in (OWN, DTYPE)
-    )
+    own, packed = (requests_of(asked[f"{kind}-{dtype}"]) for dtype in (OWN, DTYPE))
     assert all(trained.right(own)) and all(trained.right(packed))
-    assert 0 < trained.divergence(own, packed) < KINDS[kind].kl_bound
+    assert 0 < mean_divergence(own, packed) < KINDS[kind].kl_bound
 
 
 @pytest.fixture(scope="module")

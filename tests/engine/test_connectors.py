@@ -5,22 +5,17 @@
 NIXL's run between two engines: see test_disaggregated.py.
 """
 
-import statistics
 from typing import Any
 
 import pytest
-from harness import Call, Engine, Jobs, kl_divergences
-from turbo_quality.cases import HELD_OUT, MODEL
+import trained
+from harness import Call, Engine, Jobs, mean_divergence, requests_of, tokens_of
+from turbo_quality.cases import MODEL
 
 BLOCK = 64
 MAX_TOKENS = 7
 # Tokens of texts: they end at a block's border, beside one, and within a block.
 LENGTHS = (128, 65, 148, 100)
-
-
-def prompts() -> list[list[int]]:
-    text = HELD_OUT.read_bytes()
-    return [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(LENGTHS)]
 
 
 def engine(transfer: dict[str, Any], *names: str) -> Engine:
@@ -33,7 +28,7 @@ def engine(transfer: dict[str, Any], *names: str) -> Engine:
         "attention_config": {"turbo_prefill": "stored"},
         "kv_transfer_config": transfer | {"kv_role": "kv_both"},
     }
-    calls = {name: Call(prompts(), MAX_TOKENS) for name in names}
+    calls = {name: Call(trained.texts(LENGTHS), MAX_TOKENS) for name in names}
     return Engine(args, calls, model=str(MODEL))
 
 
@@ -41,7 +36,7 @@ def engine(transfer: dict[str, Any], *names: str) -> Engine:
 def result(
     jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The calls of an engine with each connector."""
+    """The results of an engine with each connector."""
     folder = tmp_path_factory.mktemp("stored")
 
     def example(name: str) -> dict[str, Any]:
@@ -61,37 +56,27 @@ def result(
         "multi": engine(multi, "stored", "loaded"),
         "bench": engine({"kv_connector": "DecodeBenchConnector"}, "loaded"),
     }
-    found = jobs.start("connectors", "v2", engines).result()
-    return {name: found[name]["calls"] for name in engines}
+    return jobs.start("connectors", "v2", engines).result()
 
 
-def computed(call: dict[str, Any]) -> list[int]:
+def computed(result: dict[str, Any], call: str) -> list[int]:
     """Tokens of each prompt that were in the cache before its first step."""
-    return [cached for _, cached in call["steps"][0]]
-
-
-def divergence(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """The second call's divergence from the first, in nats a token."""
-    pairs = zip(first["requests"], second["requests"], strict=True)
-    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair))
-
-
-def tokens(call: dict[str, Any]) -> list[list[int]]:
-    return [request["tokens"] for request in call["requests"]]
+    return [cached for _, cached in result["calls"][call]["steps"][0]]
 
 
 @pytest.mark.parametrize("name", ["example", "multi"])
 def test_blocks_come_back(result, name):
-    stored, loaded = result[name]["stored"], result[name]["loaded"]
-    assert computed(stored) == [0] * len(LENGTHS)
+    assert computed(result[name], "stored") == [0] * len(LENGTHS)
     # The connector keeps whole blocks, of all tokens but the last two.
-    assert computed(loaded) == [(n - 2) // BLOCK * BLOCK for n in LENGTHS]
-    assert tokens(loaded) == tokens(stored)
-    assert divergence(stored, loaded) < 1e-6
+    whole = [(n - 2) // BLOCK * BLOCK for n in LENGTHS]
+    assert computed(result[name], "loaded") == whole
+    stored, loaded = (requests_of(result[name], call) for call in ("stored", "loaded"))
+    assert tokens_of(loaded) == tokens_of(stored)
+    assert mean_divergence(stored, loaded) < 1e-6
 
 
 def test_what_comes_back_is_read(result):
     """Pages that are filled with a constant give other answers."""
-    filled = result["bench"]["loaded"]
-    assert computed(filled) == [n - 1 for n in LENGTHS]
-    assert divergence(result["example"]["stored"], filled) > 0.1
+    assert computed(result["bench"], "loaded") == [n - 1 for n in LENGTHS]
+    filled = requests_of(result["bench"], "loaded")
+    assert mean_divergence(requests_of(result["example"], "stored"), filled) > 0.1

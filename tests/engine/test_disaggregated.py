@@ -6,7 +6,6 @@ NIXL moves the pages through the host's memory, from a producer's process to ano
 the consumer's.
 """
 
-import statistics
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Call, Engine, Jobs, kl_divergences, run_job
+import trained
+from harness import Call, Engine, Jobs, mean_divergence, requests_of, run_job
 from quickstart import free_port
 from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
@@ -71,10 +71,8 @@ def tasks() -> list[dict[str, Any]]:
 
 
 def prompts() -> list[list[int]]:
-    """The prompts of tasks, then texts to go on with, a token a byte."""
-    text = HELD_OUT.read_bytes()
-    texts = [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(LENGTHS)]
-    return [*(task["prompt"] for task in tasks()), *texts]
+    """The prompts of tasks, then texts to go on with."""
+    return [*(task["prompt"] for task in tasks()), *trained.texts(LENGTHS)]
 
 
 def engine(call: Call, dtype: str = "turbo4", **attention: Any) -> Engine:
@@ -85,7 +83,7 @@ def engine(call: Call, dtype: str = "turbo4", **attention: Any) -> Engine:
         "max_model_len": 640,
         "attention_config": attention,
     }
-    return Engine(args, {"all": call}, model=str(MODEL))
+    return Engine(args, {"batched": call}, model=str(MODEL))
 
 
 def half(role: str, call: Call, pair: Pair) -> Engine:
@@ -196,19 +194,15 @@ def orphan(
     return pool.submit(run, "consumer", then).result()["consumer"]
 
 
-def requests(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return result["calls"]["all"]["requests"]
-
-
 def divergence(first: dict[str, Any], second: dict[str, Any]) -> float:
     """The mean divergence of decoded tokens, in nats; the first is the prefill's."""
-    pairs = zip(requests(first), requests(second), strict=True)
-    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair)[1:])
+    return mean_divergence(requests_of(first), requests_of(second), skipped=1)
 
 
 def test_answers_are_those_of_one_engine(pair, alone):
     name, consumer = pair
-    for task, own, theirs in zip(tasks(), requests(consumer), requests(alone[name])):
+    runs = requests_of(consumer), requests_of(alone[name])
+    for task, own, theirs in zip(tasks(), *runs):
         length = len(task["answer"])
         assert own["tokens"][:length] == task["answer"] == theirs["tokens"][:length]
 
@@ -216,7 +210,7 @@ def test_answers_are_those_of_one_engine(pair, alone):
 def test_no_prompt_is_prefilled_again(pair):
     """Only its last token is computed, because no distribution is handed over."""
     _, consumer = pair
-    new = [new for step in consumer["calls"]["all"]["steps"] for new, _ in step]
+    new = [new for step in consumer["calls"]["batched"]["steps"] for new, _ in step]
     assert set(new) == {1}
 
 
@@ -232,12 +226,12 @@ def test_pages_and_windows_come_along(pair, alone):
 
 def test_lost_pages_are_an_error(orphan):
     """No answer is given without the prompt."""
-    (lost,) = requests(orphan)
+    (lost,) = requests_of(orphan)
     assert lost["finish_reason"] == "error"
     assert lost["tokens"] == []
 
 
 def test_the_engine_lives_on(orphan):
     (task,) = tasks()[:1]
-    (own,) = orphan["calls"]["own"]["requests"]
+    (own,) = requests_of(orphan, "own")
     assert own["tokens"][: len(task["answer"])] == task["answer"]

@@ -9,22 +9,26 @@ state in the cache when drafts are rejected.
 
 import heapq
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import write_family
-from harness import Call, Engine, Jobs, Runner, decided_tokens, tie
-from safetensors.torch import load_file, save_file
-from scenarios import BLOCK, NUM_DRAFTS, SLOT_BYTES, text
+from drafting_models import (
+    write_assistant,
+    write_drafting_hybrid,
+    write_drafting_target,
+)
+from harness import Call, Engine, Jobs, Runner, decided_tokens, requests_of, tie
+from safetensors.torch import load_file
+from scenarios import BLOCK, NGRAMS, NUM_DRAFTS, SLOT_BYTES, text
 from turbo_seeded.drafts import target_overrides, write_draft
+from ways import KL_TOLERANCE
 
 NUM_GENERATED = 9
 # Log-probabilities may move so far when several drafts are verified at a time: codes
 # flip.
-TIE = tie(1e-3)
+TIE = tie(KL_TOLERANCE)
 # The longer ones are prefilled beside others' drafts, which are then verified.
 PROMPTS = [text(length, length) for length in (3, BLOCK - 1, 2 * BLOCK + 5, BLOCK)]
 ARGS: dict[str, Any] = {
@@ -79,7 +83,7 @@ def num_tied(result: dict[str, Any]) -> int:
     """Counts the tokens that rounding may have decided."""
     return sum(
         best - second <= TIE
-        for request in result["calls"]["batched"]["requests"]
+        for request in requests_of(result)
         for best, second in (heapq.nlargest(2, row) for row in request["logprobs"])
     )
 
@@ -93,7 +97,7 @@ def assert_tokens(
     plain: dict[str, Any], result: dict[str, Any], runner: Runner
 ) -> None:
     assert plain["runner"] == result["runner"] == runner
-    expected = plain["calls"]["batched"]["requests"]
+    expected = requests_of(plain)
     decided = [decided_tokens(request, TIE) for request in expected]
     for call in result["calls"].values():
         for tokens, request in zip(decided, call["requests"], strict=True):
@@ -189,14 +193,7 @@ def test_a_drafter_of_latents(tmp_path: Path):
 
 def test_drafts_of_the_gpus_ngrams(jobs: Jobs):
     """They are found by vLLM's kernels, which V2 alone can run without a GPU."""
-    args = {
-        "speculative_config": {
-            "method": "ngram_gpu",
-            "num_speculative_tokens": NUM_DRAFTS,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 3,
-        }
-    }
+    args = {"speculative_config": NGRAMS | {"method": "ngram_gpu"}}
     result = answers(jobs, "ngram_gpu-v2", "v2", args)
     assert result["drafted"] > 0
     assert_equal(jobs, "v2", result)
@@ -204,35 +201,7 @@ def test_drafts_of_the_gpus_ngrams(jobs: Jobs):
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid whose checkpoint has a layer that predicts a further token.
-
-    It generates two tokens alone, so that half of its drafts are right by chance.
-    """
-    folder = write_family(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
-    weights = load_file(folder / "model.safetensors")
-    head, first = weights["lm_head.weight"], ord("a")
-    # All other rows are zero, so that this row wins or its negative.
-    row = head[first].clone()
-    head.zero_()
-    head[first], head[first + 1] = row, -row
-    generator = torch.Generator().manual_seed(1)
-    hidden = head.shape[1]
-    drafter = {"fc": torch.empty(hidden, 2 * hidden)}
-    norms = ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
-    drafter |= {name: torch.zeros(hidden) for name in norms}
-    drafter = {f"mtp.{name}.weight": tensor for name, tensor in drafter.items()}
-    last = "model.layers.3."
-    drafter |= {
-        name.replace(last, "mtp.layers.0."): tensor.clone()
-        for name, tensor in weights.items()
-        if name.startswith(last)
-    }
-    for tensor in drafter.values():
-        if tensor.dim() > 1:
-            tensor.normal_(0, 0.3, generator=generator)
-    weights |= {name: tensor.bfloat16() for name, tensor in drafter.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_drafting_hybrid(tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.mark.matrix
@@ -255,7 +224,7 @@ def test_own_layer_of_a_hybrid(
     assert len(result["pages"]) == len(plain["pages"]) + 1
     assert len({size for size, _ in result["pages"].values()}) == 1
     if is_cached:
-        warm = result["calls"]["warm"]["requests"]
+        warm = requests_of(result, "warm")
         cached = [request["num_cached_tokens"] for request in warm]
         assert sum(num % STATE_BLOCK > 0 for num in cached) >= 2
 
@@ -265,85 +234,6 @@ class Shared(NamedTuple):
 
     target: Path
     drafter: Path
-
-
-def write_drafting_target(folder: Path) -> None:
-    """Writes a Gemma 4 that its last two layers decide, which read others' caches.
-
-    A drafter with the same layers lacks the K and V of the newest tokens, and is at the
-    position of the one before them. It is right all the same, most of the time, because
-    positions are close to each other, and no token attends to itself.
-    """
-    write_family(folder, "gemma4")
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    rope = {"rope_type": "linear", "factor": 64.0, "rope_theta": 10_000}
-    config["rope_parameters"] = dict.fromkeys(config["rope_parameters"], rope)
-    path.write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    size = config["head_dim"]
-    num_own = config["num_hidden_layers"] - config["num_kv_shared_layers"]
-    for name, tensor in weights.items():
-        layer = int(name.split(".")[2]) if ".layers." in name else num_own
-        if layer < num_own and "post_" in name:
-            tensor.zero_()
-        # Else each token would repeat itself, and earlier tokens hardly count.
-        if layer >= num_own:
-            factors = {"post_attention": 4, "q_norm": 3}
-            tensor *= math.prod(x for part, x in factors.items() if part in name)
-    for layer in range(num_own, config["num_hidden_layers"]):
-        query = weights[f"model.layers.{layer}.self_attn.q_proj.weight"]
-        heads = query.float().unflatten(0, (config["num_key_value_heads"], -1, size))
-        # The earlier layer of the same kind, whose cache this one reads.
-        key = f"model.layers.{layer - 2}.self_attn.k_proj.weight"
-        weights[key] = -heads.sum(1).flatten(0, 1).bfloat16()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_assistant(folder: Path, target: Path) -> None:
-    """Writes Gemma 4's drafter, with the layers of a target that read others' caches.
-
-    It has two of each query head of the target, which count half.
-    """
-    own = json.loads((target / "config.json").read_text())
-    num_layers, hidden = own["num_kv_shared_layers"], own["hidden_size"]
-    first = own["num_hidden_layers"] - num_layers
-    text_config = own | {
-        "num_hidden_layers": num_layers,
-        "layer_types": own["layer_types"][first:],
-        "num_attention_heads": 2 * own["num_attention_heads"],
-        "vocab_size_per_layer_input": 0,
-    }
-    config = {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
-        "backbone_hidden_size": hidden,
-        "text_config": text_config,
-        "dtype": "bfloat16",
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    heads = (-1, own["head_dim"])
-    # It takes the embedding, and ignores the target's hidden state.
-    identity = torch.eye(hidden)
-    weights = {
-        "pre_projection.weight": torch.cat((identity, 0 * identity), dim=1),
-        "post_projection.weight": identity,
-    }
-    for name, tensor in load_file(target / "model.safetensors").items():
-        if ".layers." in name:
-            layer = int(name.split(".")[2])
-            if layer < first:
-                continue
-            name = name.replace(f".{layer}.", f".{layer - first}.")
-        if "q_proj" in name:
-            tensor = tensor.unflatten(0, heads).repeat_interleave(2, 0).flatten(0, 1)
-        if "o_proj" in name:
-            tensor = tensor.unflatten(1, heads).repeat_interleave(2, 1).flatten(1, 2)
-            tensor = tensor / 2
-        weights[name] = tensor
-    weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +289,7 @@ def test_a_drafter_that_reads_the_targets_caches(
     (line,) = (line for line in log.splitlines() if "KV cache turbo4:" in line)
     assert line.endswith("; 4 more read caches of these.")
     if case == "cached":
-        warm = result["calls"]["warm"]["requests"]
+        warm = requests_of(result, "warm")
         assert sum(request["num_cached_tokens"] for request in warm) > BLOCK
 
 

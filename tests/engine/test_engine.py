@@ -18,7 +18,9 @@ from harness import (
     Runner,
     decided_tokens,
     kl_divergences,
+    requests_of,
     tie,
+    tokens_of,
 )
 from scenarios import (
     ALL_BYTES,
@@ -80,11 +82,7 @@ BOUNDED = [
     Case("turbo3", "v1", "raw"),
 ]
 
-IN_CI = (
-    "turbo4-stored-v2",
-    "turbo4-raw-v1",
-    "turbo4-raw-window-v2",
-)
+IN_CI = ("turbo4-stored-v2", "turbo4-raw-v1", "turbo4-raw-window-v2")
 
 
 class Outcome:
@@ -93,7 +91,7 @@ class Outcome:
     def __init__(self, case: Case, engines: dict[str, Any]) -> None:
         self.case = case
         self.engines = engines
-        alone = self.call("plain", "one_by_one")["requests"]
+        alone = requests_of(engines["plain"], "one_by_one")
         self.alone = dict(zip(map(tuple, REFERENCE), alone, strict=True))
 
     def call(self, engine: str, call: str) -> dict[str, Any]:
@@ -113,17 +111,16 @@ class Outcome:
         if each run sees the same tokens as computed, and the rest as stored
         (`seen_alike`).
         """
-        requests = self.call(engine, call)["requests"]
+        requests = requests_of(self.engines[engine], call)
         pairs = [
             (self.alone[tuple(prompt)], request)
             for prompt, request in zip(prompts, requests, strict=True)
         ]
+        divergences = [kl for pair in pairs for kl in kl_divergences(*pair)]
         if self.case.prefill == "raw" and not seen_alike:
-            noise = [kl for pair in pairs for kl in kl_divergences(*pair)]
-            assert mean(noise) < KL_BOUND[self.case.dtype]
+            assert mean(divergences) < KL_BOUND[self.case.dtype]
             return
         tolerance = KL_TOLERANCE["auto" if self.case.dtype == "auto" else "turbo"]
-        divergences = [kl for pair in pairs for kl in kl_divergences(*pair)]
         assert max(divergences) < tolerance
         for alone, request in pairs:
             decided = decided_tokens(alone, tie(tolerance))
@@ -163,7 +160,7 @@ def test_batched_as_alone(outcome: Outcome):
 
 def test_prefix_cache(outcome: Outcome):
     outcome.assert_as_alone("prefix", "cold", PROMPTS, seen_alike=True)
-    warm = outcome.call("prefix", "warm")["requests"]
+    warm = requests_of(outcome.engines["prefix"], "warm")
     # The last token is always computed, so a prompt of whole blocks loses one.
     cached = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
     assert [request["num_cached_tokens"] for request in warm] == cached
@@ -212,7 +209,5 @@ def test_drafts(outcome: Outcome):
 
 def test_attention_decides_every_answer(outcome: Outcome):
     """Guards the tests above: were attention ignored, they would all pass."""
-    zeroed = outcome.call("zeroed", "batched")["requests"]
-    normal = outcome.call("plain", "batched")["requests"]
-    for without, request in zip(zeroed, normal, strict=True):
-        assert without["tokens"] != request["tokens"]
+    runs = (tokens_of(requests_of(outcome.engines[e])) for e in ("zeroed", "plain"))
+    assert all(without != normal for without, normal in zip(*runs, strict=True))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from families import WINDOW, write_family
-from harness import Call, Engine, Jobs, kl_divergences, run_job
+from harness import Call, Engine, Jobs, largest_divergences, requests_of, run_job
 from safetensors.torch import load_file, save_file
-from ways import CHUNK, KL_TOLERANCE, NUM_GENERATED, Answers, Ways
+from ways import KL_TOLERANCE, NUM_GENERATED, Answers, Ways
 
 # Hits within a hybrid's block are multiples of so many tokens.
 UNIT = 16
@@ -129,8 +129,7 @@ def test_one_engine(families: Families, name: str):
     assert sum(new > 1 and computed > 0 for step in steps for new, computed in step)
     assert not any(answers.cached("few", "cold"))
     assert sum(answers.cached("few", "warm")) >= sum(answers.whole_blocks()) > 0
-    for call in ("warm", "cold"):
-        assert max(answers.divergence("few", call)) < KL_TOLERANCE
+    answers.assert_alike("few", "warm", "cold")
 
 
 @all_models
@@ -145,7 +144,7 @@ def test_hits_within_a_block(families: Families, name: str):
     warm = answers.cached("few", "warm")
     assert all(num % UNIT == 0 for num in warm)
     assert sum(num % answers.ways.block > 0 for num in warm) >= 2
-    assert max(answers.divergence("few", "warm")) < KL_TOLERANCE
+    answers.assert_alike("few", "warm")
 
 
 @some_marked(WITH_WINDOWS)
@@ -166,12 +165,10 @@ def test_sinks_count(families: Families, tmp_path: Path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     few = {"few": WAYS["granite"].engines()["few"]}
     without = run_job(tmp_path / "run", folder, "v2", few)
-    answers = families.answers("granite")
-    requests = without["few"]["calls"]["cold"]["requests"]
-    alone = answers.call("few", "alone")["requests"]
+    alone = requests_of(families.answers("granite").engines["few"], "alone")
     # A token alone sees itself and a sink.
-    pairs = zip(alone, requests, strict=True)
-    assert min(max(kl_divergences(*pair)) for pair in pairs) > 100 * KL_TOLERANCE
+    found = largest_divergences(alone, requests_of(without["few"], "cold"))
+    assert min(found) > 100 * KL_TOLERANCE
 
 
 @pytest.mark.matrix
@@ -191,22 +188,16 @@ def test_soft_cap_counts(folders: dict[str, Path], tmp_path: Path):
         "uncapped": Engine(common | packed | uncapped, calls),
     }
     found = run_job(tmp_path / "run", folders["gemma2"], "v2", engines)
-    own, capped, without = (
-        found[name]["calls"]["alone"]["requests"] for name in engines
-    )
-    # A token alone sees itself.
-    near = [max(kl_divergences(*pair)) for pair in zip(own[1:], capped[1:])]
-    far = [max(kl_divergences(*pair)) for pair in zip(own[1:], without[1:])]
+    # A token alone sees itself, and is left out.
+    own, *others = (requests_of(found[name], "alone")[1:] for name in engines)
+    near, far = (largest_divergences(own, requests) for requests in others)
     assert max(near) < min(far) / 10, (near, far)
 
 
 @pytest.mark.matrix
 @all_models
 def test_batched_as_alone(families: Families, name: str):
-    answers = families.answers(name, every=True)
-    first_step = answers.call("plain", "batched")["steps"][0]
-    assert first_step == [[len(prompt), 0] for prompt in answers.ways.prompts]
-    assert max(answers.divergence("plain", "batched")) < KL_TOLERANCE
+    families.answers(name, every=True).assert_batched()
 
 
 @pytest.mark.matrix
@@ -219,8 +210,7 @@ def test_prefix_hits(families: Families, name: str):
         assert warm == answers.whole_blocks()
     else:
         assert sum(warm) > sum(answers.whole_blocks())
-    for call in ("cold", "warm"):
-        assert max(answers.divergence("prefix", call)) < KL_TOLERANCE
+    answers.assert_alike("prefix", "cold", "warm")
 
 
 @pytest.mark.matrix
@@ -231,8 +221,7 @@ def test_other_ways_to_cache(families: Families, name: str):
     for engine in answers.ways.more:
         cached = answers.cached(engine, "warm")
         assert cached == (answers.whole_blocks() if engine == "whole" else [0] * 5)
-        for call in ("cold", "warm"):
-            assert max(answers.divergence(engine, call)) < KL_TOLERANCE
+        answers.assert_alike(engine, "cold", "warm")
     if "one kind" in answers.engines:
         assert answers.engines["one kind"]["num_kv_cache_groups"] == 1
 
@@ -242,36 +231,26 @@ def test_other_ways_to_cache(families: Families, name: str):
 def test_control(families: Families, name: str):
     """A cache in the model's dtype answers in all ways as in its own run alone."""
     answers = families.answers(name, every=True)
-    alone = answers.call("control", "alone")["requests"]
+    control = answers.engines["control"]
     assert sum(answers.cached("control", "warm")) > 0
     for call in ("warm", "cold"):
-        requests = answers.call("control", call)["requests"]
-        pairs = zip(alone, requests, strict=True)
-        assert max(max(kl_divergences(*pair)) for pair in pairs) < KL_TOLERANCE
+        runs = requests_of(control, "alone"), requests_of(control, call)
+        assert max(largest_divergences(*runs)) < KL_TOLERANCE
 
 
 @pytest.mark.matrix
 @all_models
 def test_chunked_prefill(families: Families, name: str):
-    answers = families.answers(name, every=True)
-    steps = answers.call("chunked", "chunked")["steps"]
-    assert all(sum(new for new, _ in step) <= CHUNK for step in steps)
-    assert sum(new > 1 and computed > 0 for step in steps for new, computed in step) > 3
-    assert max(answers.divergence("chunked", "chunked")) < KL_TOLERANCE
+    families.answers(name, every=True).assert_chunked()
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [x for x, ways in WAYS.items() if ways.scarce_blocks])
 def test_preemption(families: Families, name: str):
-    answers = families.answers(name, every=True)
-    assert answers.call("scarce", "scarce")["num_preemptions"] > 0
-    divergence = answers.divergence("scarce", "scarce", answers.ways.scarce)
-    assert max(divergence) < KL_TOLERANCE
+    families.answers(name, every=True).assert_preempted()
 
 
 @pytest.mark.matrix
 @all_models
 def test_attention_decides_every_answer(families: Families, name: str):
-    """Guards the tests above: were attention ignored, they would all pass."""
-    answers = families.answers(name, every=True)
-    assert min(answers.divergence("zeroed", "batched")) > 100 * KL_TOLERANCE
+    families.answers(name, every=True).assert_attention_decides()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Call, Engine, kl_divergences, run_job
+from harness import Call, Engine, kl_divergences, requests_of, run_job
 from images import AN_IMAGE, EXPANDED, Reference, expand, write_image, write_model
 from scenarios import text
 from ways import CHUNK, KL_TOLERANCE, NUM_GENERATED, NUM_SCARCE, Answers, Ways
@@ -49,6 +49,10 @@ class WaysOfImages(Ways):
     @property
     def prompts(self) -> list[list[int]]:
         return PROMPTS
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(expand(prompt)) for prompt in PROMPTS]
 
     @property
     def scarce(self) -> list[list[int]]:
@@ -142,27 +146,20 @@ def each(gemma3: Gemma3) -> Answers:
     return Answers(WAYS, run_job(gemma3.folder / "each", gemma3.model, "v2", engines))
 
 
-def whole_blocks() -> list[int]:
-    """Tokens of each prompt that are hit by whole blocks; the last is computed."""
-    n = WAYS.block
-    return [(len(expand(prompt)) - 1) // n * n for prompt in PROMPTS]
-
-
 def test_one_engine(one: Answers):
     """Prompts run in chunks one by one, batched behind hits, and batched in chunks."""
     place = expand(PROMPTS[1]).index(EXPANDED[0])
     # The image would begin in one chunk, and end in the next.
     assert place < CHUNK + WAYS.block < place + len(EXPANDED)
-    length = len(expand(PROMPTS[1]))
+    length = WAYS.lengths[1]
     steps = one.call("few", "alone")["steps"]
     assert [[place, 0]] in steps and [[length - place, place]] in steps
     # A hit ends among an image's tokens.
     place = expand(PROMPTS[0]).index(EXPANDED[0])
     assert place < one.cached("few", "warm")[0] < place + len(EXPANDED)
-    assert one.cached("few", "warm") == whole_blocks()
+    assert one.cached("few", "warm") == one.whole_blocks()
     assert not any(one.cached("few", "cold"))
-    for call in ("warm", "cold"):
-        assert max(one.divergence("few", call)) < KL_TOLERANCE
+    one.assert_alike("few", "warm", "cold")
 
 
 def test_images_decide_answers(one: Answers):
@@ -184,9 +181,9 @@ def test_answers_are_those_of_transformers(gemma3: Gemma3, one: Answers):
 
     Causal attention to images gives others.
     """
-    requests = one.call("raw", "batched")["requests"]
+    requests = requests_of(one.engines["raw"])
     first_step = one.call("raw", "batched")["steps"][0]
-    assert first_step == [[len(expand(prompt)), 0] for prompt in PROMPTS]
+    assert first_step == [[length, 0] for length in WAYS.lengths]
     found = gemma3.from_reference(requests, PROMPTS, IMAGES)
     assert max(kls[0] for kls in found) < ROUNDING
     causal = gemma3.from_reference(requests, PROMPTS, IMAGES, causal=True)
@@ -205,7 +202,7 @@ def test_packing_costs_no_more_than_of_text(
     numbers = [[i % NUM_IMAGES] for i in range(len(MANY))]
 
     def mean(call: str, *args: Any) -> float:
-        requests = each.call(prefill, call)["requests"]
+        requests = requests_of(each.engines[prefill], call)
         found = gemma3.from_reference(requests, *args)
         return statistics.fmean(kl for kls in found for kl in kls[1:])
 
@@ -217,49 +214,39 @@ def test_packing_costs_no_more_than_of_text(
 @pytest.mark.matrix
 def test_the_reference_is_the_same_model(gemma3: Gemma3, each: Answers):
     """Its causal answers are those of vLLM's attention for a CPU, without spans."""
-    requests = each.call("own", "batched")["requests"]
+    requests = requests_of(each.engines["own"])
     found = gemma3.from_reference(requests, PROMPTS, IMAGES, causal=True)
     assert max(max(kls) for kls in found) < ROUNDING
 
 
 @pytest.mark.matrix
 def test_batched_as_alone(each: Answers):
-    first_step = each.call("plain", "batched")["steps"][0]
-    assert first_step == [[len(expand(prompt)), 0] for prompt in PROMPTS]
-    assert max(each.divergence("plain", "batched")) < KL_TOLERANCE
+    each.assert_batched()
 
 
 @pytest.mark.matrix
 def test_prefix_hits(each: Answers):
-    assert each.cached("prefix", "warm") == whole_blocks()
-    for call in ("cold", "warm"):
-        assert max(each.divergence("prefix", call)) < KL_TOLERANCE
+    assert each.cached("prefix", "warm") == each.whole_blocks()
+    each.assert_alike("prefix", "cold", "warm")
 
 
 @pytest.mark.matrix
 def test_one_kind_of_cache(each: Answers):
     """Windows and full attention in one group."""
     assert each.engines["one kind"]["num_kv_cache_groups"] == 1
-    for call in ("cold", "warm"):
-        assert max(each.divergence("one kind", call)) < KL_TOLERANCE
+    each.assert_alike("one kind", "cold", "warm")
 
 
 @pytest.mark.matrix
 def test_chunked_prefill(each: Answers):
-    steps = each.call("chunked", "chunked")["steps"]
-    assert all(sum(new for new, _ in step) <= CHUNK for step in steps)
-    assert sum(new > 1 and computed > 0 for step in steps for new, computed in step) > 3
-    assert max(each.divergence("chunked", "chunked")) < KL_TOLERANCE
+    each.assert_chunked()
 
 
 @pytest.mark.matrix
 def test_preemption(each: Answers):
-    assert each.call("scarce", "scarce")["num_preemptions"] > 0
-    divergence = each.divergence("scarce", "scarce", WAYS.scarce)
-    assert max(divergence) < KL_TOLERANCE
+    each.assert_preempted()
 
 
 @pytest.mark.matrix
 def test_attention_decides_every_answer(each: Answers):
-    """Guards the tests above: were attention ignored, they would all pass."""
-    assert min(each.divergence("zeroed", "batched")) > 100 * KL_TOLERANCE
+    each.assert_attention_decides()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trained
-from harness import Call, Engine, Jobs
+from harness import Call, Engine, Jobs, mean_divergence, requests_of
 from safetensors.torch import load_file, save_file
 from trained import MAX_TOKENS, TRAINED
 
@@ -86,7 +86,7 @@ def test_long_biases_without_an_offset_are_named(logs: tuple[str, str]):
 
 def right(result: dict[str, Any], name: str) -> list[bool]:
     """Returns by prompt whether an engine has found its fact."""
-    return trained.right(result[name]["calls"]["batched"]["requests"])
+    return trained.right(requests_of(result[name]))
 
 
 def test_the_offset_brings_answers_back(result: dict[str, Any]):
@@ -99,10 +99,8 @@ def divergence(
     result: dict[str, Any], reference: str, name: str, call: str = "batched"
 ) -> float:
     """Returns an engine's divergence from another, in nats a token."""
-    return trained.divergence(
-        result[reference]["calls"][call]["requests"],
-        result[name]["calls"][call]["requests"],
-    )
+    runs = (requests_of(result[each], call) for each in (reference, name))
+    return mean_divergence(*runs)
 
 
 def test_the_offset_brings_distributions_back(result: dict[str, Any]):

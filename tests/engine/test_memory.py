@@ -225,6 +225,7 @@ def test_kernels_are_named(monkeypatch: pytest.MonkeyPatch):
     """Kernels of the GPU are named, once each, and no others."""
     import torch
     from torch.autograd import DeviceType
+    from torch.autograd.profiler_util import FunctionEvent
 
     ran = [("gemm", "CUDA"), ("store", "CUDA"), ("gemm", "CUDA"), ("launch", "CPU")]
 
@@ -232,7 +233,7 @@ def test_kernels_are_named(monkeypatch: pytest.MonkeyPatch):
     def profile(activities: list[Any]) -> Iterator[Any]:
         assert activities == [torch.profiler.ProfilerActivity.CUDA]
         events = [
-            SimpleNamespace(name=name, device_type=getattr(DeviceType, device))
+            FunctionEvent(0, name, 0, 0, 0, device_type=getattr(DeviceType, device))
             for name, device in ran
         ]
         yield SimpleNamespace(events=lambda: events)

@@ -15,9 +15,18 @@ from typing import Any
 import pytest
 import torch
 from families import write_family
-from harness import Call, Engine, Runner, kl_divergences, run_job
+from harness import (
+    Call,
+    Engine,
+    Runner,
+    kl_divergences,
+    largest_divergences,
+    mean_divergence,
+    requests_of,
+    run_job,
+)
 from safetensors.torch import load_file, save_file
-from scenarios import ALL_BYTES, NUM_DRAFTS, text
+from scenarios import ALL_BYTES, NGRAMS, NUM_DRAFTS, text
 from ways import KL_TOLERANCE, NUM_GENERATED
 
 from vllm.v1.attention.ops.turbo.latent.runner import MAX_ABSORBED_LEN
@@ -77,18 +86,14 @@ class Outcome:
 
     def __init__(self, result: dict[str, Any]) -> None:
         self.result = result
-        alone = self.requests("alone")
-        for i in range(len(FOLLOWERS)):
-            alone += self.requests(f"follower {i}")
+        calls = ("alone", *(f"follower {i}" for i in range(len(FOLLOWERS))))
+        alone = [each for call in calls for each in requests_of(result, call)]
         prompts = [*PROMPTS, *FOLLOWERS]
         self.alone = dict(zip(map(tuple, prompts), alone, strict=True))
 
-    def requests(self, call: str) -> list[dict[str, Any]]:
-        return list(self.result["calls"][call]["requests"])
-
     def divergences(self, call: str, prompts: list[list[int]]) -> list[list[float]]:
         """Each prompt's divergences from its run alone, by position, in nats."""
-        pairs = zip(prompts, self.requests(call), strict=True)
+        pairs = zip(prompts, requests_of(self.result, call), strict=True)
         return [kl_divergences(self.alone[tuple(p)], found) for p, found in pairs]
 
     def check_ways(self) -> None:
@@ -171,21 +176,14 @@ def test_attention_decides_every_answer(outcome: Any, folder: Path, tmp_path: Pa
     zeroed.calls = {"alone": zeroed.calls["alone"]}
     result = run_job(tmp_path, folder, "v2", {"zeroed": zeroed})["zeroed"]
     found, _ = outcome
-    requests = result["calls"]["alone"]["requests"]
-    for prompt, request in zip(PROMPTS, requests, strict=True):
-        alone = found.alone[tuple(prompt)]
-        assert max(kl_divergences(alone, request)) > 100 * KL_TOLERANCE
+    alone = [found.alone[tuple(prompt)] for prompt in PROMPTS]
+    divergences = largest_divergences(alone, requests_of(result, "alone"))
+    assert min(divergences) > 100 * KL_TOLERANCE
 
 
 @pytest.mark.matrix
 def test_drafts(folder: Path, tmp_path: Path):
     """A step that verifies drafts gives what steps of one token give."""
-    drafting = {
-        "method": "ngram",
-        "num_speculative_tokens": NUM_DRAFTS,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    }
     prompts = [ALL_BYTES, *PROMPTS[2:4]]
     calls = {"batched": Call(prompts, NUM_GENERATED)}
     alone = {"alone": Call(prompts, NUM_GENERATED, one_by_one=True)}
@@ -193,15 +191,14 @@ def test_drafts(folder: Path, tmp_path: Path):
     engines = {
         "plain": Engine(common, alone),
         # Last, because Numba undoes the setup of vLLM's CPU platform: see scenarios.py.
-        "drafts": Engine(common | {"speculative_config": drafting}, calls),
+        "drafts": Engine(common | {"speculative_config": NGRAMS}, calls),
     }
     found = run_job(tmp_path, folder, "v1", engines)
-    batched = found["drafts"]["calls"]["batched"]
-    verified = {new for step in batched["steps"] for new, computed in step if computed}
+    steps = found["drafts"]["calls"]["batched"]["steps"]
+    verified = {new for step in steps for new, computed in step if computed}
     assert 1 + NUM_DRAFTS in verified
-    requests = found["plain"]["calls"]["alone"]["requests"]
-    for pair in zip(requests, batched["requests"], strict=True):
-        assert max(kl_divergences(*pair)) < KL_TOLERANCE
+    runs = requests_of(found["plain"], "alone"), requests_of(found["drafts"])
+    assert max(largest_divergences(*runs)) < KL_TOLERANCE
 
 
 def write_mtp(folder: Path) -> Path:
@@ -256,9 +253,8 @@ def test_own_drafts(tmp_path: Path, runner: Runner):
     assert [size for size, _ in result["pages"].values()] == [340 * BLOCK] * (
         LAYERS + 1
     )
-    requests = found["plain"]["calls"]["alone"]["requests"]
-    for pair in zip(requests, result["calls"]["batched"]["requests"], strict=True):
-        assert max(kl_divergences(*pair)) < KL_TOLERANCE
+    runs = requests_of(found["plain"], "alone"), requests_of(result)
+    assert max(largest_divergences(*runs)) < KL_TOLERANCE
 
 
 @pytest.mark.matrix
@@ -276,12 +272,12 @@ def test_blocks_come_back(folder: Path, tmp_path: Path):
     loading = engine("turbo4", **whole_prompts, **without)
     long = PROMPTS[2:]
     loading.calls = {name: Call(long, NUM_GENERATED) for name in ("stored", "loaded")}
-    calls = run_job(tmp_path / "run", folder, "v2", {"few": loading})["few"]["calls"]
+    found = run_job(tmp_path / "run", folder, "v2", {"few": loading})["few"]
     whole = [(len(prompt) - 2) // BLOCK * BLOCK for prompt in long]
-    first = [cached for _, cached in calls["loaded"]["steps"][0]]
+    first = [cached for _, cached in found["calls"]["loaded"]["steps"][0]]
     assert first == whole and any(first)
-    pairs = zip(calls["stored"]["requests"], calls["loaded"]["requests"], strict=True)
-    assert max(max(kl_divergences(*pair)) for pair in pairs) < KL_TOLERANCE
+    runs = (requests_of(found, call) for call in loading.calls)
+    assert max(largest_divergences(*runs)) < KL_TOLERANCE
 
 
 @pytest.mark.matrix
@@ -295,9 +291,9 @@ def test_divergence_from_an_unquantised_cache(folder: Path, tmp_path: Path):
     for each in engines.values():
         each.calls = calls
     found = run_job(tmp_path, folder, "v1", engines)
-    own = found["auto"]["calls"]["alone"]["requests"]
-    kl = {}
-    for name in (*BYTES, "zeroed"):
-        pairs = zip(own, found[name]["calls"]["alone"]["requests"])
-        kl[name] = mean(x for pair in pairs for x in kl_divergences(*pair))
+    own = requests_of(found["auto"], "alone")
+    kl = {
+        name: mean_divergence(own, requests_of(found[name], "alone"))
+        for name in (*BYTES, "zeroed")
+    }
     assert 0 < 2 * kl["turbo4"] < kl["turbo3"] < kl["zeroed"] / 4, kl

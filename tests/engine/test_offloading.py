@@ -6,15 +6,15 @@ Other texts have taken their blocks by then, or another process reads them. The 
 are stand-ins for the driver's: see cpu_standins.
 """
 
-import statistics
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Call, Engine, Jobs, kl_divergences
-from turbo_quality.cases import HELD_OUT, MODEL
+import trained
+from harness import Call, Engine, Jobs, mean_divergence, requests_of, tokens_of
+from turbo_quality.cases import MODEL
 
 BLOCK = 64
 NUM_BLOCKS = 16
@@ -26,20 +26,10 @@ OTHERS = (193,) * 6
 HOST_BYTES = 8 << 20
 
 
-def prompts(lengths: tuple[int, ...], first: int = 0) -> list[list[int]]:
-    """Texts, a token a byte."""
-    text = HELD_OUT.read_bytes()
-    starts = range(first, first + 1000 * len(lengths), 1000)
-    return [list(text[i : i + n]) for i, n in zip(starts, lengths)]
-
-
-TEXTS = prompts(LENGTHS)
-
-
 def call(**options: bool) -> Call:
     # One by one: else the pages' arrival would decide how many decode together, and
     # that number may decide a code between two levels.
-    return Call(TEXTS, MAX_TOKENS, one_by_one=True, **options)
+    return Call(trained.texts(LENGTHS), MAX_TOKENS, one_by_one=True, **options)
 
 
 def engine(
@@ -83,8 +73,8 @@ def tiered(folder: Path, calls: dict[str, Call], dtype: str = "turbo4") -> Engin
 def evicted(
     jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The calls of engines in which other texts take the texts' blocks."""
-    calls = {"first": call(), "other": Call(prompts(OTHERS, 10_000), 2)}
+    """Results of engines in which other texts take the texts' blocks."""
+    calls = {"first": call(), "other": Call(trained.texts(OTHERS, 10_000), 2)}
     calls["again"] = call()
     disk = {
         "kv_offload_backend": "disk",
@@ -98,40 +88,34 @@ def evicted(
         "simple": engine("SimpleCPUOffloadConnector", calls),
         "disk": engine("SimpleCPUOffloadConnector", calls, **disk),
     }
-    found = jobs.start("offloaded", "v2", engines).result()
-    return {name: found[name]["calls"] for name in engines}
+    return jobs.start("offloaded", "v2", engines).result()
 
 
 @pytest.fixture(scope="module")
 def tier(
     jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The calls of three processes with one folder, which the first one fills."""
+    """Results of three processes with one folder, which the first one fills."""
     folder = tmp_path_factory.mktemp("tier")
     calls = {"first": call(), "again": call(), "emptied": call(forgets_host=True)}
     writer = jobs.start("tier-writer", "v2", {"writer": tiered(folder, calls)})
-    found = {"writer": writer.result()["writer"]["calls"]}
+    found = writer.result()
     once = {"first": call()}
     later: dict[str, Future] = {
         name: jobs.start(f"tier-{name}", "v2", {name: tiered(folder, once, dtype)})
         for name, dtype in (("reader", "turbo4"), ("stranger", "turbo3"))
     }
-    return found | {name: job.result()[name]["calls"] for name, job in later.items()}
+    return found | {name: job.result()[name] for name, job in later.items()}
 
 
-def cached(call: dict[str, Any]) -> list[int]:
+def cached(requests: list[dict[str, Any]]) -> list[int]:
     """Tokens of each prompt that were in the cache."""
-    return [request["num_cached_tokens"] for request in call["requests"]]
+    return [request["num_cached_tokens"] for request in requests]
 
 
-def tokens(call: dict[str, Any]) -> list[list[int]]:
-    return [request["tokens"] for request in call["requests"]]
-
-
-def divergence(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """The second call's divergence from the first, in nats a token."""
-    pairs = zip(first["requests"], second["requests"], strict=True)
-    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair))
+def assert_alike(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+    assert tokens_of(second) == tokens_of(first)
+    assert mean_divergence(first, second) < 1e-6
 
 
 def whole(lengths: Iterable[int]) -> list[int]:
@@ -146,34 +130,31 @@ SIMPLE = whole(n - 1 for n in LENGTHS)
 
 
 def test_other_texts_take_the_blocks(evicted):
-    assert cached(evicted["none"]["again"]) == [0] * len(LENGTHS)
+    assert cached(requests_of(evicted["none"], "again")) == [0] * len(LENGTHS)
 
 
 @pytest.mark.parametrize(
     "name, blocks", [("native", WHOLE), ("simple", SIMPLE), ("disk", SIMPLE)]
 )
 def test_evicted_blocks_come_back(evicted, name, blocks):
-    calls, alone = evicted[name], evicted["none"]["again"]
-    assert cached(calls["first"]) == [0] * len(LENGTHS)
-    assert cached(calls["again"]) == blocks
-    assert tokens(calls["again"]) == tokens(alone)
-    assert divergence(alone, calls["again"]) < 1e-6
+    first, again = (requests_of(evicted[name], call) for call in ("first", "again"))
+    assert cached(first) == [0] * len(LENGTHS)
+    assert cached(again) == blocks
+    assert_alike(requests_of(evicted["none"], "again"), again)
 
 
 def test_files_come_back_in_one_process(tier):
     """They come from the files, because the host's memory is empty."""
-    calls = tier["writer"]
-    assert cached(calls["emptied"]) == WHOLE
-    assert tokens(calls["emptied"]) == tokens(calls["first"])
-    assert divergence(calls["first"], calls["emptied"]) < 1e-6
+    emptied = requests_of(tier["writer"], "emptied")
+    assert cached(emptied) == WHOLE
+    assert_alike(requests_of(tier["writer"], "first"), emptied)
 
 
 def test_another_process_reads_the_files(tier):
-    first, read = tier["writer"]["first"], tier["reader"]["first"]
+    read = requests_of(tier["reader"], "first")
     assert cached(read) == WHOLE
-    assert tokens(read) == tokens(first)
-    assert divergence(first, read) < 1e-6
+    assert_alike(requests_of(tier["writer"], "first"), read)
 
 
 def test_another_dtype_finds_none_of_the_files(tier):
-    assert cached(tier["stranger"]["first"]) == [0] * len(LENGTHS)
+    assert cached(requests_of(tier["stranger"], "first")) == [0] * len(LENGTHS)

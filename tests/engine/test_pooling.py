@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trained
-from harness import Call, Engine, Jobs
+from harness import Call, Engine, Jobs, requests_of
 from safetensors.torch import load_file, save_file
 from trained import TRAINED
 
@@ -79,12 +79,10 @@ def result(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return jobs.start("pooling", "v1", engines).result()
 
 
-def distances(result: dict[str, Any], name: str, other: str, call: str) -> list[float]:
-    """Returns each prompt's distance from its vector with the model's own dtype."""
-    pairs = zip(
-        *(result[f"{name}-{each}"]["calls"][call]["requests"] for each in (OWN, other)),
-        strict=True,
-    )
+def distances(result: dict[str, Any], *runs: tuple[str, str]) -> list[float]:
+    """Returns each prompt's distance between its vectors of two (engine, call)."""
+    requests = (requests_of(result[engine], call) for engine, call in runs)
+    pairs = zip(*requests, strict=True)
     vectors = [[torch.tensor(each["data"]) for each in pair] for pair in pairs]
     return [1 - torch.cosine_similarity(*pair, dim=0).item() for pair in vectors]
 
@@ -92,7 +90,7 @@ def distances(result: dict[str, Any], name: str, other: str, call: str) -> list[
 @pytest.mark.parametrize("call", ["cold", "warm"])
 @pytest.mark.parametrize("name", TASKS)
 def test_gives_as_with_its_own_dtype(result: dict[str, Any], name: str, call: str):
-    found = distances(result, name, DTYPE, call)
+    found = distances(result, (f"{name}-{OWN}", call), (f"{name}-{DTYPE}", call))
     assert min(found) > 0
     assert max(found) < DISTANCE
 
@@ -100,13 +98,14 @@ def test_gives_as_with_its_own_dtype(result: dict[str, Any], name: str, call: st
 @pytest.mark.parametrize("name", TASKS)
 def test_attention_decides_what_is_given(result: dict[str, Any], name: str):
     """Guards the test above: vectors without attention are far off."""
-    assert min(distances(result, name, "zeroed", "cold")) > 10 * DISTANCE
+    runs = ((f"{name}-{each}", "cold") for each in (OWN, "zeroed"))
+    assert min(distances(result, *runs)) > 10 * DISTANCE
 
 
 def test_vectors_from_prefix_hits(result: dict[str, Any]):
     """Scores of all tokens have no hits, because they need all tokens."""
     for name, hits in (("embedding", True), ("reward", False)):
-        warm = result[f"{name}-{DTYPE}"]["calls"]["warm"]["requests"]
+        warm = requests_of(result[f"{name}-{DTYPE}"], "warm")
         assert all(bool(each["num_cached_tokens"]) == hits for each in warm)
 
 
@@ -116,16 +115,8 @@ def test_one_prompt_has_one_vector_where_asked_for(result: dict[str, Any]):
     In the second case it is the vector of the model's own dtype.
     """
 
-    def apart(one: str, other: str) -> float:
-        pairs = zip(
-            *(
-                result[f"embedding-{name}"]["calls"][call]["requests"]
-                for name, call in (one.split(), other.split())
-            ),
-            strict=True,
-        )
-        vectors = [[torch.tensor(each["data"]) for each in pair] for pair in pairs]
-        return max(1 - torch.cosine_similarity(*pair, dim=0).item() for pair in vectors)
+    def apart(*runs: str) -> float:
+        return max(distances(result, *(f"embedding-{run}".split() for run in runs)))
 
     raw = apart(f"{DTYPE} cold", f"{DTYPE} warm")
     assert 10 * apart("stored cold", "stored warm") < raw

@@ -6,10 +6,10 @@ import json
 import math
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,7 +183,7 @@ class LabOnDisk:
     """Cases of a model with a large vocabulary."""
 
     def __init__(self, folder: Path, texts: int) -> None:
-        self.args = SimpleNamespace(model=folder)
+        self.args = Namespace(model=folder)
         (folder / "config.json").write_text(json.dumps({"vocab_size": 49152}))
         stretches = [[0] * 8000] * texts
         self.cases = Cases(quality.FULL, stretches, [], [[0]] * 100)

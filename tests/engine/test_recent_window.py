@@ -2,12 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A trained model whose newest tokens are read in 8 bits, and not as codes."""
 
-import statistics
 from typing import Any
 
 import pytest
-from harness import Call, Engine, Jobs, kl_divergences
-from turbo_quality.cases import HELD_OUT, MODEL
+import trained
+from harness import Call, Engine, Jobs, mean_divergence, requests_of
+from turbo_quality.cases import MODEL
 
 # A model each layer of which may have a sliding window.
 LLAMA = MODEL.with_name("needle-llama")
@@ -27,26 +27,23 @@ NUM_SCARCE_BLOCKS = 18
 NUM_HIT_BLOCKS = 24
 
 
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Returns texts, a token a byte."""
-    text = HELD_OUT.read_bytes()
-    return [list(text[i * 1000 : i * 1000 + n]) for i, n in enumerate(lengths)]
+PROMPTS, ALIKE_PROMPTS = trained.texts(LENGTHS), trained.texts(ALIKE)
 
 
 def engine(window: int | str, dtype: str = "turbo4", **args: Any) -> Engine:
     settings = {"kv_cache_dtype": dtype, "block_size": BLOCK, "dtype": "bfloat16"}
     if dtype != "auto":
         settings["attention_config"] = {"turbo_window": window}
-    made = args.pop("calls", None) or {"batched": Call(prompts(), MAX_TOKENS)}
+    made = args.pop("calls", None) or {"batched": Call(PROMPTS, MAX_TOKENS)}
     model = args.pop("model", MODEL)
     return Engine(settings | args, made, model=str(model))
 
 
 @pytest.fixture(scope="module")
 def result(jobs: Jobs) -> dict[str, Any]:
-    alike = Call(prompts(ALIKE), MAX_TOKENS)
-    both = {"batched": Call(prompts(), MAX_TOKENS), "alike": alike}
-    again = {"cold": alike, "warm": Call(prompts(ALIKE)[::-1], MAX_TOKENS)}
+    alike = Call(ALIKE_PROMPTS, MAX_TOKENS)
+    both = {"batched": Call(PROMPTS, MAX_TOKENS), "alike": alike}
+    again = {"cold": alike, "warm": Call(ALIKE_PROMPTS[::-1], MAX_TOKENS)}
     hits = {
         "calls": again,
         "enable_prefix_caching": True,
@@ -69,7 +66,7 @@ def sliding(jobs: Jobs) -> dict[str, Any]:
     kinds = ["sliding_attention"] * 4 + ["full_attention"]
     args: dict[str, Any] = {
         "model": LLAMA,
-        "calls": {"batched": Call(prompts()[1:3], MAX_TOKENS)},
+        "calls": {"batched": Call(PROMPTS[1:3], MAX_TOKENS)},
         "hf_overrides": {"sliding_window": SLIDING_WINDOW, "layer_types": kinds},
     }
     engines = {
@@ -89,13 +86,11 @@ def divergence(
     result: dict[str, Any], name: str, call: str = "batched", exact: str = "batched"
 ) -> float:
     """Returns decoded tokens' mean divergence from the exact cache's, in nats."""
-    requests = result["exact"]["calls"][exact]["requests"]
-    found = result[name]["calls"][call]["requests"]
+    requests = requests_of(result["exact"], exact)
     if call == "warm":
         requests = requests[::-1]
-    pairs = zip(requests, found, strict=True)
     # The first token is the prefill's.
-    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair)[1:])
+    return mean_divergence(requests, requests_of(result[name], call), skipped=1)
 
 
 def test_the_window_is_nearer_to_the_exact_cache(result: dict[str, Any]):
@@ -110,7 +105,7 @@ def test_its_length_is_told(log: str):
 
 def test_hits(result: dict[str, Any]):
     """Tokens of a hit are packed; the window has the tokens from there on."""
-    warm = result["hits"]["calls"]["warm"]["requests"]
+    warm = requests_of(result["hits"], "warm")
     assert all(request["num_cached_tokens"] == 3 * BLOCK for request in warm)
     none = divergence(result, "none", "alike", "alike")
     assert divergence(result, "hits", "cold", "alike") < none / 2

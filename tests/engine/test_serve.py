@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from harness import TIMEOUT_S, Server, group_is_gone, serving, tie
+from ways import KL_TOLERANCE
 
 NUM_GENERATED = 8
-TIE = tie(1e-3)
+TIE = tie(KL_TOLERANCE)
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPTS = [

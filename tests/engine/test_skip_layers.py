@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Call, Engine, Jobs
+from harness import Call, Engine, Jobs, requests_of, tokens_of
 from scenarios import GAIN, PROMPTS
 
 DTYPE = "turbo4"
@@ -34,13 +34,9 @@ def outcome(jobs: Jobs, num_layers: int) -> dict[str, Any]:
     return jobs.start("skip-layers", "v1", engines).result()
 
 
-def tokens(outcome: dict[str, Any], name: str) -> list[list[int]]:
-    return [r["tokens"] for r in outcome[name]["calls"]["batched"]["requests"]]
-
-
 def test_all_skipped_is_the_models_dtype(outcome: dict[str, Any]):
-    assert tokens(outcome, "all") == tokens(outcome, "auto")
-    assert tokens(outcome, "none") != tokens(outcome, "auto")
+    tokens = {name: tokens_of(requests_of(outcome[name])) for name in outcome}
+    assert tokens["all"] == tokens["auto"] != tokens["none"]
 
 
 def test_one_skipped_costs_its_own_bytes(outcome: dict[str, Any], num_layers: int):

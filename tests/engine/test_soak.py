@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from turbo_process.log import ROW
 from turbo_quality.cases import MODEL
 
 from vllm.config import KVTransferConfig
+from vllm.outputs import CompletionOutput, RequestOutput
 
 REQUESTS = 24
 
@@ -92,6 +92,29 @@ def test_what_is_not_asked_for_need_not_be(row, field):
     assert len(complaints(row)) == len(said) - 1 == 3
 
 
+class Ending:
+    """An engine whose next step ends request 3 with some tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        answer = CompletionOutput(0, "", tokens, None, None)
+        self.output = RequestOutput("3", None, None, None, [answer], finished=True)
+
+    def step(self) -> list[RequestOutput]:
+        return [self.output]
+
+
+def soak_step(tokens: list[int], **fields: Any) -> Soak:
+    """Makes a step that ends request 3, and returns the run."""
+    run = object.__new__(Soak)
+    run.args, run.random = argparse.Namespace(tokens=4, aborted=1.0), random.Random(0)
+    run.engine, run.streaming = Ending(tokens), {"3"}
+    run.counts = {"answered": 0, "positions": 0, "unequal": 0}
+    run.unequal, run.transfers = [], {}
+    vars(run).update(fields)
+    run.step()
+    return run
+
+
 @pytest.mark.parametrize(
     "tokens, answered, unequal",
     [
@@ -105,16 +128,7 @@ def test_what_is_not_asked_for_need_not_be(row, field):
     ],
 )
 def test_an_answer_is_held_to_the_quiet_one(tokens, answered, unequal):
-    output = SimpleNamespace(
-        request_id="3", finished=True, outputs=[SimpleNamespace(token_ids=tokens)]
-    )
-    run = object.__new__(Soak)
-    run.args, run.random = argparse.Namespace(tokens=4, aborted=1.0), random.Random(0)
-    run.engine = SimpleNamespace(step=lambda: [output])
-    run.quiet, run.waiting, run.streaming = [[1, 2], [5, 6]], {"3": 1}, {"3"}
-    run.counts = {"answered": 0, "positions": 0, "unequal": 0}
-    run.unequal, run.transfers = [], {}
-    run.step()
+    run = soak_step(tokens, quiet=[[1, 2], [5, 6]], waiting={"3": 1})
     assert run.counts == {"answered": answered, "positions": 2, "unequal": unequal}
     assert [found["prompt"] for found in run.unequal] == [1] * unequal
     assert not run.waiting and not run.streaming
@@ -124,16 +138,9 @@ def test_an_answer_is_held_to_the_quiet_one(tokens, answered, unequal):
     "tokens, answered, unequal", [([5], 1, 0), ([9], 1, 1), ([5, 6], 0, 0)]
 )
 def test_a_prefill_for_another_engine_has_one_token(tokens, answered, unequal):
-    output = SimpleNamespace(
-        request_id="3", finished=True, outputs=[SimpleNamespace(token_ids=tokens)]
-    )
-    run = object.__new__(Soak)
-    run.args, run.random = argparse.Namespace(tokens=4, aborted=0.0), random.Random(0)
-    run.engine = SimpleNamespace(step=lambda: [output])
-    run.quiet, run.waiting, run.streaming = [[5, 6, 7]], {"3": 0}, set()
-    run.counts = {"answered": 0, "positions": 0, "unequal": 0}
-    run.unequal, run.transfers = [], {"3": for_nobody()}
-    run.step()
+    state = {"quiet": [[5, 6, 7]], "waiting": {"3": 0}, "streaming": set()}
+    args = argparse.Namespace(tokens=4, aborted=0.0)
+    run = soak_step(tokens, args=args, transfers={"3": for_nobody()}, **state)
     assert run.counts == {"answered": answered, "positions": 1, "unequal": unequal}
 
 

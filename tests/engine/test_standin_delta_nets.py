@@ -2,24 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stand-ins for gated delta nets' ops, held to sums over all tokens."""
 
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
-from vllm_turbo_cpu_standins import registry
 
-NAMESPACE = "turbo_standins_delta_nets_test"
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 6, 8
 DIM, WIDTH, NUM_DRAFTS = 5, 4, 2
 EPS = 1e-5
-
-
-@pytest.fixture(scope="module")
-def ops() -> Any:
-    """The ops as vLLM calls them: by name, and with a schema."""
-    registry.register_missing(NAMESPACE)
-    return getattr(torch.ops, NAMESPACE)
 
 
 class DeltaNet:

@@ -2,21 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stand-ins for Mamba2's ops, held to sums over all tokens."""
 
-from typing import Any
-
 import pytest
 import torch
-from vllm_turbo_cpu_standins import registry, states
+from vllm_turbo_cpu_standins import states
 
-NAMESPACE = "turbo_standins_states_test"
 HEADS, GROUPS, HEAD_DIM, STATE_SIZE = 4, 2, 6, 8
-
-
-@pytest.fixture(scope="module")
-def ops() -> Any:
-    """The ops as vLLM calls them: by name, and with a schema."""
-    registry.register_missing(NAMESPACE)
-    return getattr(torch.ops, NAMESPACE)
 
 
 def summed_up(

@@ -3,7 +3,6 @@
 """The stand-ins, held to plain definitions of the native ops."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,6 @@ from vllm.model_executor.models import registry as models
 from vllm.v1.attention.backends import cpu_attn
 
 NAMESPACE = "turbo_standins_test"
-
-
-@pytest.fixture(scope="module")
-def ops() -> Any:
-    """All stand-ins as vLLM calls them: by name, and with a schema."""
-    registry.register_missing(f"{NAMESPACE}_all")
-    return getattr(torch.ops, f"{NAMESPACE}_all")
 
 
 def test_registers_only_what_is_missing():

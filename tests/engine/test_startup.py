@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from harness import BASE_ARGS, Engine, Jobs
-from scenarios import TURBO_DTYPES
-
-# Bytes of K and V of 128 coordinates.
-SLOT_BYTES = {"turbo4": 136, "k4v3": 120, "turbo3": 104}
+from scenarios import SLOT_BYTES, TURBO_DTYPES
 
 
 class Started(NamedTuple):

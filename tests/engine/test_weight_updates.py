@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trained
-from harness import Call, Engine, Jobs
+from harness import Call, Engine, Jobs, requests_of
 from test_key_bias import with_other_biases
 from trained import TRAINED
 
@@ -56,21 +56,17 @@ def result(jobs: Jobs, folders: dict[str, str]) -> dict[str, Any]:
         "running": Call(prompts, MAX_TOKENS, forgets=True, reloaded=folders[BASE]),
         "after": Call(prompts, MAX_TOKENS, forgets=True),
     }
-    started = Call(prompts, MAX_TOKENS)
+    started = {"batched": Call(prompts, MAX_TOKENS)}
     engines = {
-        f"{dtype} {weights}": engine(dtype, {"": started}, model=folders[weights])
-        for dtype, weights in (("turbo4", BASE), ("turbo4", OTHER))
+        f"turbo4 {weights}": engine("turbo4", started, model=folders[weights])
+        for weights in (BASE, OTHER)
     }
     engines |= {
         "updates": engine("turbo4", updates),
         "turbo3": engine("turbo3", loads),
-        "fixed": engine("turbo4", {"": loading(BASE)}, fixed_key_offset=True),
+        "fixed": engine("turbo4", {"batched": loading(BASE)}, fixed_key_offset=True),
     }
     return jobs.start("weight-updates", "v1", engines).result()
-
-
-def requests(result: dict[str, Any], engine: str, call: str = "") -> Any:
-    return result[engine]["calls"][call]["requests"]
 
 
 def all_right(requests: list[dict[str, Any]]) -> bool:
@@ -94,19 +90,19 @@ def lines(result: dict[str, Any], jobs: Jobs) -> list[str]:
 def test_answers_are_those_of_an_engine_that_starts_so(
     result: dict[str, Any], way: str
 ):
-    found = requests(result, "updates", way)
-    assert found == requests(result, f"turbo4 {WAYS[way]}")
+    found = requests_of(result["updates"], way)
+    assert found == requests_of(result[f"turbo4 {WAYS[way]}"])
     assert all_right(found)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_of_three_bits(result: dict[str, Any], way: str):
-    assert all_right(requests(result, "turbo3", way))
+    assert all_right(requests_of(result["turbo3"], way))
 
 
 def test_an_offset_of_dummy_weights_loses_answers(result: dict[str, Any]):
     """Guards the tests above: the offset has to follow the weights."""
-    assert not all_right(requests(result, "fixed"))
+    assert not all_right(requests_of(result["fixed"]))
 
 
 def digests(lines: list[str]) -> list[str]:
@@ -130,4 +126,5 @@ def test_requests_in_flight_keep_their_offset(result: dict[str, Any], lines: lis
     """A warning tells it, and the next requests have the new offset."""
     (line,) = (line for line in lines if "requests are running" in line)
     assert "WARNING" in line and "pause with clear_cache" in line
-    assert requests(result, "updates", "after") == requests(result, "turbo4 base")
+    after = requests_of(result["updates"], "after")
+    assert after == requests_of(result["turbo4 base"])

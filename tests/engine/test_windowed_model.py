@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Call, Engine, Jobs
+from harness import Call, Engine, Jobs, requests_of
 from needle_model import needle_config, new_model, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -49,8 +49,7 @@ def requests(jobs: Jobs, folder: Path) -> list[dict[str, Any]]:
     args = {"kv_cache_dtype": "auto", "dtype": "float32"}
     calls = {"batched": Call(PROMPTS, STEPS)}
     engines = {"auto": Engine(args, calls, model=str(folder))}
-    result = jobs.start("windowed-model", "v1", engines).result()
-    return result["auto"]["calls"]["batched"]["requests"]
+    return requests_of(jobs.start("windowed-model", "v1", engines).result()["auto"])
 
 
 def furthest(

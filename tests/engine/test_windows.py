@@ -8,16 +8,15 @@ See test_families.py for the ways of running.
 from typing import Any
 
 import pytest
-from harness import Call, Engine, Jobs, kl_divergences
-from scenarios import DRAFTED, MAX_LEN, NUM_DRAFTS, PROMPTS
+from harness import Call, Engine, Jobs, largest_divergences, requests_of
+from scenarios import DRAFTED, MAX_LEN, NGRAMS, NUM_DRAFTS, PROMPTS
+from ways import KL_TOLERANCE
 
 DTYPE = "turbo4"
 ALL, SOME = ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]
 SKIP = {"kv_cache_dtype_skip_layers": ["sliding_window"]}
 # Shorter than the prompts with drafts.
 WINDOW = 64
-# Nats: one code of many flips by rounding. See test_engine.py.
-KL_TOLERANCE = 1e-3
 
 
 def engine(
@@ -52,19 +51,13 @@ def short(jobs: Jobs, llama: str) -> dict[str, Any]:
         "dtype": "float32",
         "attention_config": {"turbo_prefill": "stored"},
     }
-    drafts = {
-        "method": "ngram",
-        "num_speculative_tokens": NUM_DRAFTS,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    }
     engines = {
         "skipped": engine(llama, WINDOW, SOME, **SKIP),
         "auto": engine(llama, WINDOW, SOME, kv_cache_dtype="auto"),
         "stored": engine(llama, WINDOW, SOME, **stored),
         "full": engine(llama, 0, SOME, **stored),
         # No engine can follow it in the process: see scenarios.py.
-        "drafted": engine(llama, WINDOW, SOME, speculative_config=drafts, **stored),
+        "drafted": engine(llama, WINDOW, SOME, speculative_config=NGRAMS, **stored),
     }
     return jobs.start("short-windows", "v1", engines).result()
 
@@ -81,8 +74,10 @@ def test_windows_are_skipped(short: dict[str, Any]):
     skipped, auto = short["skipped"], short["auto"]
     assert skipped["num_kv_cache_groups"] == auto["num_kv_cache_groups"] == 2
     assert skipped["calls"] != auto["calls"]
-    requests = [engine["calls"]["batched"]["requests"] for engine in (skipped, auto)]
-    first = [[request["tokens"][0] for request in each] for each in requests]
+    first = [
+        [request["tokens"][0] for request in requests_of(engine)]
+        for engine in (skipped, auto)
+    ]
     assert first[0] == first[1]
 
 
@@ -90,14 +85,10 @@ def test_drafts(short: dict[str, Any]):
     """Drafts are verified with the same windows as tokens without drafts."""
     steps = short["drafted"]["calls"]["batched"]["steps"]
     assert any(1 < new <= NUM_DRAFTS + 1 for step in steps for new, _ in step)
-    requests = {
-        name: short[name]["calls"]["batched"]["requests"]
-        for name in ("stored", "drafted", "full")
-    }
 
     def divergence(name: str) -> float:
-        pairs = zip(requests["stored"], requests[name], strict=True)
-        return max(max(kl_divergences(*pair)) for pair in pairs)
+        runs = (requests_of(short[each]) for each in ("stored", name))
+        return max(largest_divergences(*runs))
 
     assert divergence("drafted") < KL_TOLERANCE
     assert divergence("full") > 100 * KL_TOLERANCE

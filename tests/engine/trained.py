@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A trained model that is asked for facts, and the divergence of its answers."""
+"""A trained model that is asked for facts, and texts that others go on with."""
 
-import statistics
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from harness import kl_divergences
 from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
 # The model's biases of K are as long as those of Qwen2.5-7B: without an offset most
@@ -36,7 +35,8 @@ def right(requests: list[dict[str, Any]]) -> list[bool]:
     ]
 
 
-def divergence(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> float:
-    """Returns the second run's divergence from the first, in nats a token."""
-    pairs = zip(first, second, strict=True)
-    return statistics.fmean(kl for pair in pairs for kl in kl_divergences(*pair))
+def texts(lengths: Sequence[int], first: int = 0) -> list[list[int]]:
+    """Returns held-out texts of some lengths, a token a byte, from a byte on."""
+    text = HELD_OUT.read_bytes()
+    starts = range(first, first + 1000 * len(lengths), 1000)
+    return [list(text[i : i + n]) for i, n in zip(starts, lengths)]

@@ -9,7 +9,7 @@ are the same in all ways.
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import Call, Engine, kl_divergences
+from harness import Call, Engine, kl_divergences, requests_of
 from scenarios import MAX_LEN, text
 
 NUM_GENERATED = 6
@@ -46,6 +46,11 @@ class Ways:
         n = self.block
         lengths = (1, n - 1, n, n + 1, 3 * n + 5)
         return [text(length, seed) for seed, length in enumerate(lengths)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, as the model gets it."""
+        return [len(prompt) for prompt in self.prompts]
 
     @property
     def scarce(self) -> list[list[int]]:
@@ -112,7 +117,7 @@ class Answers:
         self.engines = engines
         engine = "plain" if "plain" in engines else "few"
         prompts = ways.prompts + (ways.scarce if engine == "plain" else [])
-        alone = self.call(engine, "alone")["requests"]
+        alone = requests_of(engines[engine], "alone")
         self.alone = dict(zip(map(tuple, prompts), alone, strict=True))
 
     def call(self, engine: str, call: str) -> dict[str, Any]:
@@ -122,7 +127,7 @@ class Answers:
         self, engine: str, call: str, prompts: list[list[int]] | None = None
     ) -> list[float]:
         """Returns each prompt's largest divergence from its run alone, in nats."""
-        requests = self.call(engine, call)["requests"]
+        requests = requests_of(self.engines[engine], call)
         prompts = self.ways.prompts if prompts is None else prompts
         return [
             max(kl_divergences(self.alone[tuple(prompt)], request))
@@ -131,10 +136,36 @@ class Answers:
 
     def cached(self, engine: str, call: str) -> list[int]:
         """Tokens of each prompt that were in the cache."""
-        requests = self.call(engine, call)["requests"]
+        requests = requests_of(self.engines[engine], call)
         return [request["num_cached_tokens"] for request in requests]
 
     def whole_blocks(self) -> list[int]:
         """Tokens of each prompt that are hit by whole blocks; the last is computed."""
         n = self.ways.block
-        return [(len(prompt) - 1) // n * n for prompt in self.ways.prompts]
+        return [(length - 1) // n * n for length in self.ways.lengths]
+
+    def assert_alike(self, engine: str, *calls: str) -> None:
+        """Asserts that prompts are answered as in their runs alone."""
+        for call in calls:
+            assert max(self.divergence(engine, call)) < KL_TOLERANCE
+
+    def assert_batched(self) -> None:
+        first_step = self.call("plain", "batched")["steps"][0]
+        assert first_step == [[length, 0] for length in self.ways.lengths]
+        self.assert_alike("plain", "batched")
+
+    def assert_chunked(self) -> None:
+        steps = self.call("chunked", "chunked")["steps"]
+        assert all(sum(new for new, _ in step) <= CHUNK for step in steps)
+        chunks = [new for step in steps for new, computed in step if computed]
+        assert sum(new > 1 for new in chunks) > 3
+        self.assert_alike("chunked", "chunked")
+
+    def assert_preempted(self) -> None:
+        assert self.call("scarce", "scarce")["num_preemptions"] > 0
+        divergence = self.divergence("scarce", "scarce", self.ways.scarce)
+        assert max(divergence) < KL_TOLERANCE
+
+    def assert_attention_decides(self) -> None:
+        """Guards the others: were attention ignored, they would all pass."""
+        assert min(self.divergence("zeroed", "batched")) > 100 * KL_TOLERANCE
