@@ -53,17 +53,25 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     return needle_config(family, **(TINY | windows | changes))
 
 
+def sharp_model(family: str) -> PreTrainedModel:
+    """A model whose weights are sharper than usual, so that attention counts."""
+    model = new_model(tiny_config(family, initializer_range=0.3), 0)
+    for name, weight in model.named_parameters():
+        if "sinks" in name:
+            weight.data.uniform_(0, 4)
+    return model
+
+
+def trainer_of(config: PretrainedConfig) -> train.Trainer:
+    return train.Trainer(new_model(config, 0), torch.device("cpu"), compiled=False)
+
+
 @pytest.fixture(scope="module", params=["deepseek_v3", "qwen2", "qwen3", "granite_swa"])
 def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    # Weights are sharper than usual, so that attention counts.
-    model = new_model(tiny_config(request.param, initializer_range=0.3), 0)
-    for name, weight in model.named_parameters():
-        if "sinks" in name:
-            weight.data.uniform_(0, 4)
-    save(model, folder)
+    save(sharp_model(request.param), folder)
     return folder
 
 
@@ -86,11 +94,7 @@ def test_our_attention_is_transformers_own(tiny: Path):
 
 def test_gradients_with_windows_and_sinks(tmp_path: Path):
     """Every weight's is right: ours come of flash attention's backward with sinks."""
-    model = new_model(tiny_config("granite_swa", initializer_range=0.3), 0)
-    sinks = [weight for name, weight in model.named_parameters() if "sinks" in name]
-    for each in sinks:
-        each.data.uniform_(0, 4)
-    save(model, tmp_path)
+    save(sharp_model("granite_swa"), tmp_path)
     tokens = torch.randint(0, 259, (2, 65), generator=torch.manual_seed(1))
     found = []
     for name in (ATTENTION, "eager"):
@@ -248,24 +252,23 @@ def test_a_chat_has_exactly_the_size_asked_for(seed: int):
 
 
 def test_steps_with_windows_and_sinks_lower_the_loss():
-    model = new_model(tiny_config("granite_swa"), 0)
-    trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
-    sinks = model.model.layers[0].self_attn.sinks.clone()
+    trainer = trainer_of(tiny_config("granite_swa"))
+    attention = trainer.model.model.layers[0].self_attn
+    sinks = attention.sinks.clone()
     tokens = torch.tensor([list(DOCUMENT[:65])])
     weights = torch.ones(1, 64)
     sums = [trainer.step(tokens, weights, 1.0) for _ in range(4)]
     losses = [float(text / texts) for text, texts, *_ in sums]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 1
-    assert (model.model.layers[0].self_attn.sinks != sinks).all()
+    assert (attention.sinks != sinks).all()
 
 
 def test_a_few_steps_lower_the_loss(tmp_path: Path):
     torch.manual_seed(0)
     phases = [Phase(128, 12, 0.5), Phase(256, 4, 0.5)]
     rows = Rows(DOCUMENT * 20, phases, 2048, seed=0)
-    model = new_model(needle_config(**TINY), 0)
-    trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
-    before = evaluate.bits_per_byte(model, list(DOCUMENT[:2048]), 512)
+    trainer = trainer_of(needle_config(**TINY))
+    before = evaluate.bits_per_byte(trainer.model, list(DOCUMENT[:2048]), 512)
     assert train.train(trainer, rows, 1e6, 0, tmp_path) == [12, 4]
     after = evaluate.bits_per_byte(load_model(tmp_path), list(DOCUMENT[:2048]), 512)
     assert 0 < after < before - 1
@@ -294,17 +297,14 @@ def test_a_phase_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     clock = SimpleNamespace(monotonic=itertools.count(0.0, 0.01).__next__)
     monkeypatch.setattr(train, "time", clock)
     rows = Rows(DOCUMENT * 20, [Phase(64, 10**6, 1.0)], 128, seed=0)
-    model = new_model(needle_config(**TINY), 0)
-    trainer = train.Trainer(model, torch.device("cpu"), compiled=False)
+    trainer = trainer_of(needle_config(**TINY))
     (steps,) = train.train(trainer, rows, 1.0, 0, tmp_path)
     # It is read at least twice a step: when a batch is drawn, and for the rate.
     assert 0 < steps <= 50
 
 
 def test_what_is_saved_is_what_was_trained(tmp_path: Path):
-    trainer = train.Trainer(
-        new_model(needle_config(**TINY), 0), torch.device("cpu"), compiled=False
-    )
+    trainer = trainer_of(needle_config(**TINY))
     save(trainer.model, tmp_path)
     rows = torch.tensor([list(DOCUMENT[:1024])])
     trained = evaluate.logits_of(trainer.model, rows)
