@@ -39,6 +39,10 @@ os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
 TIMEOUT_S = 1800
 
 
+# The results of a call's requests: see `run_job`.
+Requests = list[dict[str, Any]]
+
+
 @dataclass
 class Call:
     """One generate() of an engine.
@@ -291,12 +295,30 @@ def group_is_gone(process: subprocess.Popen, timeout_s: float = TIMEOUT_S) -> bo
     return False
 
 
-def requests_of(result: dict[str, Any], call: str = "batched") -> list[dict[str, Any]]:
+def run_python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs this Python with some words; its output is captured as text."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def as_words(options: Mapping[str, object]) -> list[str]:
+    """Returns options and their values as words of a command line."""
+    return [str(word) for pair in options.items() for word in pair]
+
+
+def values_to_come(request: Any, name: str) -> list[Any]:
+    """Returns the values that a file's chosen tests have of a parameter, each once."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list({each[name]: None for each in params if name in each})
+
+
+def requests_of(result: dict[str, Any], call: str = "batched") -> Requests:
     """Returns the requests of one of an engine's calls."""
     return result["calls"][call]["requests"]
 
 
-def tokens_of(requests: list[dict[str, Any]]) -> list[list[int]]:
+def tokens_of(requests: Requests) -> list[list[int]]:
     return [request["tokens"] for request in requests]
 
 
@@ -344,16 +366,12 @@ def kl_divergences(first: dict[str, Any], second: dict[str, Any]) -> list[float]
     ]
 
 
-def largest_divergences(
-    first: list[dict[str, Any]], second: list[dict[str, Any]]
-) -> list[float]:
+def largest_divergences(first: Requests, second: Requests) -> list[float]:
     """Returns the largest of each pair's `kl_divergences`."""
     return [max(kl_divergences(*pair)) for pair in zip(first, second, strict=True)]
 
 
-def mean_divergence(
-    first: list[dict[str, Any]], second: list[dict[str, Any]], skipped: int = 0
-) -> float:
+def mean_divergence(first: Requests, second: Requests, skipped: int = 0) -> float:
     """Returns the mean of all pairs' `kl_divergences`, without the first positions."""
     pairs = [kl_divergences(*pair) for pair in zip(first, second, strict=True)]
     return statistics.fmean(kl for divergences in pairs for kl in divergences[skipped:])

@@ -254,14 +254,11 @@ def test_cases_without_a_chat_template():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["/no/such"], "no model in /no/such: there is no config.json"),
-        ([str(ROOT / "models")], "no config.json"),
         ([str(MODEL), "--kv-cache-dtype", "turbo5"], "turbo5 is no KV cache dtype"),
         ([str(MODEL), "--kv-cache-dtype", "fp8:no-window"], "fp8:no-window is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "turbo4:long"], "turbo4:long is no arm"),
         ([str(MODEL), "--max-context", "9000"], "longer than the model's, 8192"),
         ([str(MODEL), "--max-context", "100"], "--max-context is 100, shorter than"),
-        ([str(MODEL), "--decode-steps", "300"], "is 300, and 256 at most"),
         ([str(MODEL), "--texts", "0"], "--texts has to be positive, and is 0"),
         ([str(MODEL), "--jobs", "0"], "--jobs has to be positive, and is 0"),
         ([str(MODEL), "--text", "/no/such"], "--text /no/such"),
@@ -272,7 +269,7 @@ def test_cases_without_a_chat_template():
         ([str(MODEL), "--gsm8k"], "pip install lm-eval"),
     ],
 )
-def test_bad_input_is_named_at_start(
+def test_bad_input_is_named_before_engines_start(
     options: list[str],
     message: str | None,
     tmp_path: Path,

@@ -14,7 +14,7 @@ from typing import Any
 import check_model
 import numpy as np
 import pytest
-from harness import ROOT, SCRIPTS
+from harness import ROOT, SCRIPTS, run_python
 from turbo_check import jobs as check_jobs
 from turbo_check.args import build_parser, check_early, complete
 from turbo_check.cures import with_cure
@@ -51,6 +51,7 @@ def test_steps_without_logits_say_what_to_do(step: int | None, tmp_path: Path):
     ("words", "said"),
     [
         ((str(MODEL), "--decode-steps", "512"), "512, and 256 at most"),
+        (("/no/such",), "no model in /no/such: there is no config.json"),
         (("./missing",), "no model in ./missing: there is no config.json"),
         (("a/b/missing",), "no model in a/b/missing: there is no config.json"),
         (("missing/",), "no model in missing/: there is no config.json"),
@@ -70,8 +71,7 @@ def test_arguments_are_judged_before_vllm_is_imported(
         "try: check_model.main(sys.argv[2:])\n"
         "finally: print('vllm' in sys.modules, 'torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", code, str(SCRIPTS), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = run_python("-c", code, SCRIPTS, *words, cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr
     assert done.stdout == "False False\n"
 

@@ -12,7 +12,7 @@ from typing import Any
 import checkpoints
 import pytest
 import trained
-from harness import Call, Engine, Jobs, mean_divergence, requests_of
+from harness import Call, Engine, Jobs, mean_divergence, requests_of, values_to_come
 from safetensors.torch import load_file
 from scenarios import PROMPTS
 from trained import MAX_TOKENS, TRAINED
@@ -38,14 +38,9 @@ def asked(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """The answers of the kinds that are tested."""
-    kinds: dict[str, None] = {}
-    for item in request.session.items:
-        callspec = getattr(item, "callspec", None)
-        if item.path == request.path and callspec and "kind" in callspec.params:
-            kinds[callspec.params["kind"]] = None
     root = tmp_path_factory.mktemp("kinds")
     engines = {}
-    for kind in kinds:
+    for kind in values_to_come(request, "kind"):
         folder = write_checkpoint(TRAINED, root / kind, KINDS[kind])
         for dtype in (OWN, DTYPE):
             calls = {"batched": Call(trained.prompts(), MAX_TOKENS)}

@@ -21,6 +21,7 @@ from harness import (
     requests_of,
     tie,
     tokens_of,
+    values_to_come,
 )
 from scenarios import (
     ALL_BYTES,
@@ -138,12 +139,7 @@ def parameter(case: Case) -> Any:
 @pytest.fixture(params=[parameter(case) for case in EQUAL + BOUNDED], scope="module")
 def outcome(request: pytest.FixtureRequest, jobs: Jobs) -> Outcome:
     # The other cases that are to come start as well: they run side by side.
-    cases = {request.param: None}
-    for item in request.session.items:
-        callspec = getattr(item, "callspec", None)
-        if callspec and "outcome" in callspec.params:
-            cases[callspec.params["outcome"]] = None
-    for case in cases:
+    for case in [request.param, *values_to_come(request, "outcome")]:
         jobs.start(case.name, case.runner, case.engines)
     return Outcome(request.param, jobs.results[request.param.name].result())
 

@@ -3,13 +3,11 @@
 """The messages that a user's mistake gets."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TIMEOUT_S, Engine, Jobs, child_variables
+from harness import TIMEOUT_S, Engine, Jobs, child_variables, run_python
 from scenarios import TURBO_DTYPES
 
 NO_SUCH_MODEL = "/no/such/model"
@@ -65,14 +63,10 @@ def test_too_little_memory_says_what_to_change(outcome: dict[str, Any], dtype: s
 
 
 def test_command_line_refuses_an_unknown_dtype(model: Path):
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    outcome = subprocess.run(
-        [*command, "--kv-cache-dtype", "turbo5"],
-        env=os.environ | child_variables("v1"),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    words = ("-m", "vllm.entrypoints.cli.main", "serve", model)
+    options = ("--kv-cache-dtype", "turbo5")
+    env = os.environ | child_variables("v1")
+    outcome = run_python(*words, *options, env=env, timeout=TIMEOUT_S)
     assert outcome.returncode
     (reason,) = (line for line in outcome.stderr.splitlines() if "turbo5'." in line)
     assert "kv_cache_dtype" in reason

@@ -14,7 +14,7 @@ from typing import Any
 
 import memory
 import pytest
-from harness import ROOT, TIMEOUT_S
+from harness import ROOT, TIMEOUT_S, as_words
 from memory import LINE, MAX_EXTRA_MIB, MIB, complaints
 from turbo_process import runner
 from turbo_process.log import ROW
@@ -213,8 +213,7 @@ def test_a_small_run(model, tmp_path):
         "--output": output,
         "--logs": tmp_path,
     }
-    words = [str(word) for pair in options.items() for word in pair]
-    command = [sys.executable, str(ROOT / "benchmarks/memory.py"), *words]
+    command = [sys.executable, ROOT / "benchmarks/memory.py", *as_words(options)]
     assert subprocess.run(command).returncode == 0
     plain, packed = map(json.loads, output.read_text().splitlines())
     assert packed["tokens"] > 3 * plain["tokens"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from families import FAMILIES, common_config
-from harness import BASE_ARGS, ROOT, child_variables
+from harness import BASE_ARGS, ROOT, child_variables, run_python
 from model_config import cut_layers, with_awq
 from transformers import AutoConfig
 
@@ -30,7 +30,7 @@ def test_rows_of_chats(tmp_path: Path) -> None:
     for ours in ("enable_prefix_caching", "max_model_len", "disable_log_stats"):
         del engine_args[ours]
     output = tmp_path / "rows.jsonl"
-    command = [sys.executable, ROOT / "benchmarks" / "turbo_models.py"]
+    command = [ROOT / "benchmarks" / "turbo_models.py"]
     command += ["--model", tmp_path, "--parts", "prefix", "--repeats", "1"]
     command += ["--shapes", f"{CHATS}x{FIRST}", "--turns", *map(str, TURNS)]
     command += ["--steps", str(ANSWER), "--prefix-match-unit", str(UNIT)]
@@ -38,7 +38,7 @@ def test_rows_of_chats(tmp_path: Path) -> None:
     command += ["--engine-args", json.dumps(engine_args)]
     command += ["--output", output, "--logs", tmp_path / "logs"]
     variables = child_variables("v1") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    result = subprocess.run(command, env=os.environ | variables, capture_output=True)
+    result = run_python(*command, env=os.environ | variables)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert result.returncode == 1, result.stderr
 

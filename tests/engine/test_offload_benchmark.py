@@ -4,13 +4,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE_ARGS, ROOT, child_variables
+from harness import BASE_ARGS, ROOT, child_variables, run_python
 from turbo_offload import COPIES, parse_arm, ratios
 from turbo_process.log import ROW
 from turbo_quality.cases import MODEL
@@ -20,20 +18,10 @@ CONTEXT, TOKENS = 150, 128
 
 
 def rows_of_arm(arm: str, *options: str) -> list[dict[str, Any]]:
-    command = [
-        sys.executable,
-        CHILD,
-        ROOT / "benchmarks" / "turbo_offload.py",
-        "--child",
-        arm,
-    ]
+    words = (CHILD, ROOT / "benchmarks" / "turbo_offload.py", "--child", arm)
     variables = child_variables("v2") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    result = subprocess.run(
-        [*command, "--output", os.devnull, *options],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
+    more = ("--output", os.devnull, *options)
+    result = run_python(*words, *more, env=os.environ | variables)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     lines = [line for line in result.stdout.splitlines() if line.startswith(ROW)]
     return [json.loads(line.removeprefix(ROW)) for line in lines]

@@ -6,11 +6,10 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, SCRIPTS
+from harness import ROOT, SCRIPTS, run_python
 from plan import build_parser as plan_parser
 from test_plan import TOKENS
 from turbo_plan.cure import smallest_parallel
@@ -104,12 +103,7 @@ def test_users_that_are_drawn():
 
 
 def run_plan(*args: str | Path, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, SCRIPTS / "plan.py", *args],
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-    )
+    return run_python(SCRIPTS / "plan.py", *args, env=os.environ | variables)
 
 
 def test_a_plan_for_two_gpus(tmp_path: Path):
@@ -241,9 +235,8 @@ def test_a_python_without_the_series(
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
     # Without site-packages, so that the packages above are the only ones.
-    command = [sys.executable, "-S", SCRIPTS / script, "--help"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run_python("-S", SCRIPTS / script, "--help", env=environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"{script}: this Python has no vLLM with the series applied: run "

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import recipes
 import torch
-from harness import ROOT, SCRIPTS
+from harness import ROOT, SCRIPTS, run_python
 from turbo_recipes import table, verdict
 from turbo_recipes.shapes import expand, load_shapes
 from turbo_series.upstream import load_upstream
@@ -62,8 +61,7 @@ def content() -> dict[str, Any]:
 
 
 def test_verdicts_are_of_the_code():
-    command = [sys.executable, SCRIPTS / "recipes.py", "--check", "--kinds"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python(SCRIPTS / "recipes.py", "--check", "--kinds")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import soak
-from harness import ROOT, TIMEOUT_S
+from harness import ROOT, TIMEOUT_S, as_words
 from soak import LEAST_USAGE, Soak, complaints
 from soak_transfers import for_nobody, transfer_config
 from turbo_process import runner
@@ -224,10 +224,8 @@ def test_a_small_run(model: Path, tmp_path: Path, more: list[str]):
         "--output": output,
         "--log": tmp_path / "log",
     }
-    words = [str(word) for pair in options.items() for word in pair]
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/soak.py"), *words, *more]
-    )
+    command = [sys.executable, ROOT / "benchmarks/soak.py", *as_words(options), *more]
+    run = subprocess.run(command)
     result = json.loads(output.read_text())
     others = [
         text for text in result["wrong"] if "of the blocks were taken" not in text

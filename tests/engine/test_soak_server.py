@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The answers and complaints of `soak_server.py`, and a small run of it."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT
+from harness import ROOT, as_words
 from soak_common import decided_tokens
 from soak_server import Broken, Clients, ask, complaints
 
@@ -174,13 +173,13 @@ def test_each_fault_of_a_kill_is_named(row, index, field, value, said):
 def test_a_small_run(tmp_path: Path):
     """All is checked but that a stream breaks off, which few clients cannot promise."""
     output = tmp_path / "soak.jsonl"
-    options = argparse.Namespace(
-        kv_cache_dtype="k4v3", kills=3, answers=3, clients=3, lengths=512, cases=1,
-        tokens=8, max_num_seqs=4, output=output, logs=tmp_path,
-    )  # fmt: skip
-    words = [str(word) for pair in vars(options).items() for word in pair]
-    words[::2] = ["--" + word.replace("_", "-") for word in words[::2]]
-    subprocess.run([sys.executable, str(ROOT / "benchmarks/soak_server.py"), *words])
+    options = {
+        "--kv-cache-dtype": "k4v3", "--kills": 3, "--answers": 3, "--clients": 3,
+        "--lengths": 512, "--cases": 1, "--tokens": 8, "--max-num-seqs": 4,
+        "--output": output, "--logs": tmp_path,
+    }  # fmt: skip
+    script = ROOT / "benchmarks/soak_server.py"
+    subprocess.run([sys.executable, script, *as_words(options)])
     row = json.loads(output.read_text())
     assert [text for text in row["wrong"] if "stream broke" not in text] == []
     assert row["positions"] > 0 and len(row["kills"]) == 4

@@ -3,13 +3,12 @@
 """The stand-ins for torchvision's ops, where its library does not load."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from harness import run_python
 from vllm_turbo_cpu_standins.vision import SCHEMAS, define_missing
 
 # A process that imports nothing of ours runs this.
@@ -45,7 +44,7 @@ def make(
 
 def test_import():
     """Every process has the ops, and torchvision refuses to call them."""
-    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True)
+    done = run_python("-c", USE)
     assert done.returncode == 0, done.stderr
     size, has_ops, *error = done.stdout.splitlines()
     assert size == "3 10 10"
