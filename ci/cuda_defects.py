@@ -24,12 +24,10 @@ from typing import NamedTuple
 import pytest
 
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
-HIDDEN = "test_cuda_multi.py::test_hidden_tokens_of_whole_tiles_change_no_bit"
-OFFSETS = "test_cuda_offset.py::test_offsets"
+ATTENTION = "test_cuda_attention.py::test_"
+FEATURES = "test_cuda_features.py::test_"
+HIDDEN = f"{ATTENTION}hidden_tokens_of_whole_tiles_change_no_bit"
 ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
-LATER = "test_cuda_extend.py::test_later_tokens_change_no_bit"
-CAPS = "test_cuda_soft_cap.py::test_"
-WINDOWS = "test_cuda_sliding_window.py::test_"
 STORE_WAITS = "test_cuda_launch.py::test_the_store_waits_for_the_kernel_before_it"
 MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest, and one that it does not have.
@@ -109,7 +107,7 @@ DEFECTS = {
         "kTiles * TILE_TOKENS + visible.most_hidden;",
         "kTiles * TILE_TOKENS;",
         HIDDEN,
-        "cuda",
+        "decode",
     ),
     "extend-hidden": Defect(
         "extend/consume.cuh",
@@ -130,14 +128,14 @@ DEFECTS = {
         "decode/segment.cuh",
         "shift(acc[m], {before.x - after.x, before.y - after.y});",
         "",
-        f"{WINDOWS}splits_with_offsets",
-        "not extend",
+        f"{FEATURES}splits",
+        "offset and not extend",
     ),
     "extend-offset": Defect(
         "extend/rows.cuh",
         "acc.reference[r] += acc.missing[r] - score;",
         ";",
-        OFFSETS,
+        f"{FEATURES}offsets",
         "extend or rows",
     ),
     # Warps join warpgroups' results before their weights are known. racecheck reports
@@ -154,7 +152,7 @@ DEFECTS = {
         "decode_columns/segment.cuh",
         "reference += missing - score;",
         ";",
-        OFFSETS,
+        f"{FEATURES}offsets",
         "columns",
     ),
     # A query token sees one token too few, or too many.
@@ -162,98 +160,98 @@ DEFECTS = {
         "decode/values.cuh",
         "token >= limits[i % 2].first",
         "token > limits[i % 2].first",
-        f"{WINDOWS}decodes",
-        "turbo4",
+        f"{FEATURES}decodes",
+        "window and turbo4",
     ),
     "columns-window": Defect(
         "decode_columns/weigh.cuh",
         "n >= (i % 2 ? firsts.y : firsts.x)",
         "n > (i % 2 ? firsts.y : firsts.x)",
-        f"{WINDOWS}decodes",
-        "turbo4 and columns",
+        f"{FEATURES}decodes",
+        "window and turbo4 and columns",
     ),
     "extend-window": Defect(
         "extend/rows.cuh",
         "p.first_seen(known_len, query_len, token) : 0;",
         "p.first_seen(known_len, query_len, token) - 1 : 0;",
-        f"{WINDOWS}extends",
-        "turbo4",
+        f"{FEATURES}extends",
+        "window and turbo4",
     ),
     "outputs-window": Defect(
         "extend_rows/consume.cuh",
         "max(note.token + 1 - p.sliding_window,",
         "max(0,",
-        f"{WINDOWS}extends",
-        "turbo4 and outputs and newest",
+        f"{FEATURES}extends",
+        "window and turbo4 and outputs and newest",
     ),
     # A query token sees tokens after it, or before the sequence.
     "outputs-causal": Defect(
         "extend_rows/consume.cuh",
         "note.is_inside ? note.token + 1 : query_len;",
         "query_len;",
-        LATER,
+        f"{ATTENTION}later_tokens_change_no_bit",
         "outputs and newest",
     ),
     "outputs-padding": Defect(
         "extend_rows/consume.cuh",
         "query_len - known_len);",
         "0);",
-        f"{WINDOWS}sinks",
+        f"{FEATURES}sinks",
         "turbo4 and outputs and newest",
     ),
     "merge-window": Defect(
         "merge/newest.cuh",
         "1 - missing, p.sliding_window)",
         "1 - missing, p.sliding_window + 1)",
-        f"{WINDOWS}decodes",
-        "turbo4",
+        f"{FEATURES}decodes",
+        "window and turbo4",
     ),
     # Scores of a query's first step are compared to zero, and not to their own maximum.
     "extend-begins": Defect(
         "extend/weigh.cuh",
         "reference[r] = kNoRowReference;",
         "reference[r] = 0.0f;",
-        f"{WINDOWS}scores_far_below_zero",
+        f"{FEATURES}scores_far_below_zero",
     ),
     # The sum includes values of tiles that are not read.
     "decode-unseen": Defect(
         "decode/segment.cuh",
         "clear_unseen(tiles + offset, lane);",
         ";",
-        f"{WINDOWS}offsets",
-        "turbo4 and not extend",
+        f"{FEATURES}pairs",
+        "offset and window and turbo4 and not extend",
     ),
     "extend-unseen": Defect(
         "extend/copies.cuh",
         "KEY_OFFSET != 0 && segment.first_seen_tile > index;",
         "false;",
-        f"{WINDOWS}offsets",
-        "turbo4 and extend",
+        f"{FEATURES}pairs",
+        "offset and window and turbo4 and extend",
         shown_by=EXTEND_FROM_NAN,
     ),
     "columns-unseen": Defect(
         "decode_columns/segment.cuh",
         "!KEY_OFFSET || own_tile >= segment.first_seen_tile,",
         "true,",
-        f"{WINDOWS}offsets",
-        "turbo4 and columns",
+        f"{FEATURES}pairs",
+        "offset and window and turbo4 and columns",
     ),
     # Sinks have no weight.
     "merge-sinks": Defect(
-        "merge/weighted_sum.cuh", "total = 1.0f;", "", f"{WINDOWS}sinks", "turbo4"
+        "merge/weighted_sum.cuh", "total = 1.0f;", "", f"{FEATURES}sinks", "turbo4"
     ),
     "outputs-sinks": Defect(
         "extend_rows/write.cuh",
         "exp2_approx(p.sinks.load(head) - acc.reference[r]);",
         "0.0f;",
-        f"{WINDOWS}sinks",
+        f"{FEATURES}sinks",
         "turbo4 and outputs",
     ),
     "join-sinks": Defect(
         "extend_rows/join.cuh",
         "row.begin_with(p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv)));",
         ";",
-        f"{WINDOWS}sinks",
+        f"{FEATURES}sinks",
         "turbo4 and outputs",
     ),
     # Parts of a row are not joined, or parts of another range are.
@@ -261,7 +259,7 @@ DEFECTS = {
         "extend_rows/join.cuh",
         "const int count = (pass.last - 1) / ranges.size - range + 1;",
         "const int count = (pass.last - 1) / ranges.size - range;",
-        "test_cuda_extend.py::test_splits",
+        f"{ATTENTION}splits",
         "outputs and padded",
     ),
     # Parts after the first loaded ones are left out.
@@ -269,14 +267,14 @@ DEFECTS = {
         "extend_rows/join.cuh",
         "first < parts[k].count;",
         "first < 0;",
-        "test_cuda_extend.py::test_a_pass_of_more_than_two_ranges",
+        f"{ATTENTION}a_pass_of_more_than_two_ranges",
         "outputs and newest",
     ),
     "outputs-parts": Defect(
         "extend_rows/write.cuh",
         "int64_t(2 * segment.range + segment.begins) * Plan::kRows +",
         "int64_t(2 * segment.range) * Plan::kRows +",
-        "test_cuda_extend.py::test_splits",
+        f"{ATTENTION}splits",
         "outputs and padded",
     ),
     # A pass has more ranges than its results have room for. This takes more blocks than
@@ -285,15 +283,15 @@ DEFECTS = {
         "extend/ranges.cuh",
         "(longest + p.num_splits - 2) / (p.num_splits - 1)",
         "longest / (p.num_splits - 1)",
-        "test_cuda_extend.py::test_ranges_by_the_room_for_splits",
-        "extend",
+        f"{ATTENTION}ranges_by_the_room_for_splits",
+        "extend or rows",
     ),
     # Operands in shared memory are overwritten while warpgroups' products read them.
     "rows-keys": Defect(
         "extend_rows/produce.cuh",
         "wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);",
         ";",
-        "test_cuda_extend.py::test_splits",
+        f"{ATTENTION}splits",
         "rows and one",
         shown_by=ROWS_READ_LATE,
     ),
@@ -301,7 +299,7 @@ DEFECTS = {
         "extend_rows/produce.cuh",
         "wait_for(shared.empty_values[stage.index], stage.parity ^ 1);",
         ";",
-        "test_cuda_extend.py::test_splits",
+        f"{ATTENTION}splits",
         "outputs and one",
     ),
     # The sum includes numbers that are not finite, with a weight of zero.
@@ -328,21 +326,21 @@ DEFECTS = {
         "extend_rows/original_queries.cuh",
         "= pair ^ flips;",
         "= pair;",
-        "test_cuda_extend.py::test_splits",
+        f"{ATTENTION}splits",
         "outputs and padded",
     ),
     "outputs-unit": Defect(
         "extend_rows/original_queries.cuh",
         "unit * p.query_factor;",
         "p.query_factor;",
-        "test_cuda_extend.py::test_queries_of_any_size",
+        f"{ATTENTION}queries_of_any_size",
     ),
     # Sequences without tokens have no output.
     "outputs-empty": Defect(
         "extend_rows/write.cuh",
         "reinterpret_cast<uint32_t*>(output)[i % kRowWords] = 0;",
         ";",
-        "test_cuda_extend.py::test_against_reference",
+        f"{ATTENTION}extends",
         "outputs and stored-4-7",
     ),
     # Scores have no soft cap.
@@ -350,29 +348,29 @@ DEFECTS = {
         "decode/values.cuh",
         "soft_cap(own[i] * factor[i % 2])",
         "own[i] * factor[i % 2]",
-        f"{CAPS}windows_and_sinks",
-        "turbo4 and not extend",
+        f"{FEATURES}pairs",
+        "cap and turbo4 and not extend",
     ),
     "extend-cap": Defect(
         "extend/weigh.cuh",
         "exp2_approx(soft_cap(scores[i + c] * factor) - acc.reference[r]);",
         "exp2_approx(scores[i + c] * factor - acc.reference[r]);",
-        f"{CAPS}splits",
-        "extend",
+        f"{FEATURES}splits",
+        "cap2 and extend",
     ),
     "outputs-cap": Defect(
         "extend/weigh.cuh",
         "if constexpr (SOFT_CAP != 0) scores[i] = soft_cap(scores[i]);",
         "",
-        f"{CAPS}windows_and_sinks",
-        "turbo4 and outputs",
+        f"{FEATURES}pairs",
+        "cap and turbo4 and outputs",
     ),
     "merge-cap": Defect(
         "merge/params.cuh",
         "return soft_cap(score);",
         "return score;",
-        f"{CAPS}windows_and_sinks",
-        "turbo4 and newest",
+        f"{FEATURES}pairs",
+        "cap and turbo4 and newest",
     ),
     # Tokens have the offset of other tokens of their sequence.
     "store-offset": Defect(

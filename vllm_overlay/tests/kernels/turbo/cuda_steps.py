@@ -24,6 +24,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreCall,
 )
 
+from .sequences import NUM_KV_HEADS, rounded_to_int8
 from .utils import (
     BF16,
     DEVICE,
@@ -34,7 +35,6 @@ from .utils import (
     slots_of,
 )
 
-NUM_KV_HEADS = 2
 BLOCK_SIZE = 32
 # Tokens that the references dequantise at a time.
 PIECE = 32768
@@ -213,11 +213,6 @@ def rows_of(step: Step, rows: list[int]) -> Step:
     return Step(*(x[rows] for x in step))
 
 
-def rounded(query: torch.Tensor) -> torch.Tensor:
-    """Queries, fp32, with the rounding that the decode kernel does in rotated space."""
-    return reference.inverse_rotate(reference.round_query(reference.rotate(query)))
-
-
 def attend_in_pieces(
     queries: torch.Tensor,
     cache: torch.Tensor,
@@ -270,7 +265,7 @@ def check_row(
 
     """
     where = cache, block_table_row, length, layout
-    both = torch.stack([query.float(), rounded(query)])
+    both = torch.stack([query.float(), rounded_to_int8(query)])
     exact, target = attend_in_pieces(both, *where)
     plain = attend_in_pieces(query[None], *where, dtype=query.dtype)[0].to(query.dtype)
     allowed = 2 * (plain.float() - exact).abs().max() + 2**-11 * exact.abs().max()

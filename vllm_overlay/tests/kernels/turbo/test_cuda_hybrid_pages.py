@@ -12,11 +12,11 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
+from .attention_kernels import DECODES, kernels_and_layouts
+from .sequences import NUM_KV_HEADS, Features, Kernel, Sequences, newest_or_stored
 from .store_checks import check_bytes
-from .test_cuda_multi import NUM_KV_HEADS, Batch, all_kernels, newest_or_stored
 from .test_prefill import gather
 from .utils import (
     BF16,
@@ -51,14 +51,11 @@ if not (ON_GPU or CUDA_IS_EMULATED):
     # The interpreter takes seconds for each.
     BLOCK_SIZES, HEAD_SIZES, GROUPS = [3952], [256], [6]
 block_sizes = pytest.mark.parametrize("block_size", BLOCK_SIZES)
-head_sizes = pytest.mark.parametrize("head_size", HEAD_SIZES)
+LAYOUTS = [TurboFormat.from_cache_dtype("turbo4", size) for size in HEAD_SIZES]
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=HEAD_SIZES)
 groups = pytest.mark.parametrize("group", GROUPS)
 # Tokens that a query token sees in a long sequence; interpreters take minutes for more.
 WINDOW = 20
-
-
-def layout_of(head_size: int) -> TurboFormat:
-    return TurboFormat.from_cache_dtype("turbo4", head_size)
 
 
 def lengths(block_size: int) -> list[int]:
@@ -67,89 +64,72 @@ def lengths(block_size: int) -> list[int]:
     return [18, block_size // 2 + 3, *ends]
 
 
-class Windowed(Batch):
-    """Sequences of which only the last tokens are stored and seen."""
-
-    def __init__(
-        self, layout: TurboFormat, block_size: int, query_len: int, group: int
-    ) -> None:
-        self.block_size = block_size
-        super().__init__(layout, lengths(block_size), query_len, group, BF16)
-        self.slide(WINDOW)
-
-    def fill(self, dtype: torch.dtype) -> None:
-        # Zeros, which only the check reads; `slide` gives kernels other bytes.
-        self.cache.zero_()
-        for row, length in enumerate(self.seq_lens):
-            first = max(length - self.query_len - WINDOW, 0)
-            slots = slots_of(self.table[row], first, length, self.block_size)
-            shape = (len(slots), NUM_KV_HEADS, self.layout.head_size)
-            key, value = (gaussian(*shape, dtype=dtype, seed=s) for s in (row, row + 9))
-            reference.store(StoreCall(self.cache, slots, key, value, self.layout))
-
-
-class Whole(Batch):
-    """Sequences of which all tokens are stored and seen."""
-
-    def __init__(
-        self, layout: TurboFormat, block_size: int, query_len: int, group: int
-    ) -> None:
-        self.block_size = block_size
-        super().__init__(layout, lengths(block_size), query_len, group, BF16)
+def check(
+    kernel: Kernel,
+    layout: TurboFormat,
+    block_size: int,
+    query_len: int,
+    group: int,
+    with_newest: bool = True,
+    window: int | None = WINDOW,
+) -> None:
+    """Check sequences of which all tokens, or the last ones, are stored and seen."""
+    batch = Sequences(
+        layout,
+        lengths(block_size),
+        query_len,
+        group,
+        Features(window, dtype=BF16),
+        block_size=block_size,
+        num_stored=None if window is None else query_len + window,
+    )
+    batch.compare(kernel, with_newest, batch.attend(kernel, with_newest))
 
 
 @stores
-@head_sizes
+@layouts
 @block_sizes
-def test_store(kernel, head_size, block_size):
+def test_store(kernel, layout, block_size):
     """Store at both ends of each block, and of tiles between."""
     offsets = torch.tensor([0, 15, 16, block_size // 32 * 16 - 1, block_size - 1])
     slots = (torch.arange(3)[:, None] * block_size + offsets).flatten().to(DEVICE)
-    key = gaussian(len(slots), NUM_KV_HEADS, head_size, dtype=BF16)
-    value = gaussian(len(slots), NUM_KV_HEADS, head_size, dtype=BF16, seed=1)
-    check_bytes(STORES[kernel], layout_of(head_size), key, value, slots, 3, block_size)
+    shape = (len(slots), NUM_KV_HEADS, layout.head_size)
+    key, value = (gaussian(*shape, dtype=BF16, seed=seed) for seed in (0, 1))
+    check_bytes(STORES[kernel], layout, key, value, slots, 3, block_size)
 
 
-@all_kernels
-@head_sizes
+@kernels_and_layouts(DECODES, LAYOUTS)
 @block_sizes
 @groups
 @pytest.mark.parametrize("query_len", [1, 3])
-def test_decodes(kernel, head_size, block_size, group, query_len):
-    if not ON_GPU and kernel == "triton" and query_len == 1:
-        pytest.skip("the interpreter takes seconds for each")
-    batch = Windowed(layout_of(head_size), block_size, query_len, group)
-    batch.check(kernel, True, batch.decode(kernel, True))
+def test_decodes(kernel, layout, block_size, group, query_len):
+    if not ON_GPU and "repetition" in kernel.opt_outs and query_len == 1:
+        pytest.skip(kernel.opt_outs["repetition"])
+    check(kernel, layout, block_size, query_len, group)
 
 
-@requires_cuda
-@head_sizes
+@kernels_and_layouts(["extend"], LAYOUTS)
 @block_sizes
 @groups
 @newest_or_stored
-def test_extends(head_size, block_size, group, with_newest):
-    batch = Windowed(layout_of(head_size), block_size, 16, group)
-    batch.check("extend", with_newest, batch.decode("extend", with_newest))
+def test_extends(kernel, layout, block_size, group, with_newest):
+    check(kernel, layout, block_size, 16, group, with_newest)
 
 
 @requires_nvidia
-@pytest.mark.parametrize(
-    "kernel, query_len", [("cuda", 3), ("triton", 3), ("extend", 16)]
-)
-@head_sizes
+@kernels_and_layouts(["decode", "triton", "extend"], LAYOUTS)
 @block_sizes
 @groups
-def test_whole_sequences(kernel, query_len, head_size, block_size, group):
-    batch = Whole(layout_of(head_size), block_size, query_len, group)
-    batch.check(kernel, True, batch.decode(kernel, True))
+def test_whole_sequences(kernel, layout, block_size, group):
+    query_len = 16 if kernel.is_extend else 3
+    check(kernel, layout, block_size, query_len, group, window=None)
 
 
 @requires_triton
-@head_sizes
+@layouts
 @block_sizes
-def test_gather(head_size, block_size):
+def test_gather(layout, block_size):
     """Pieces of context that begin and end around the borders of blocks."""
-    layout = layout_of(head_size)
     cache = random_pages(layout, 4, NUM_KV_HEADS, block_size)
     table = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
     starts, lens = [block_size - 9, block_size], [20, 5]

@@ -18,9 +18,9 @@ from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.cuda.family import load_instance
-from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, StoreCall
 
+from .attention_kernels import KERNELS, kernels, without
 from .cuda_steps import (
     BLOCK_SIZE,
     NUM_KV_HEADS,
@@ -31,12 +31,12 @@ from .cuda_steps import (
     random_sequences,
     step_of,
 )
-from .test_cuda_multi import ATTENTION as KERNELS
-from .test_cuda_multi import COLUMNS, ROWS
+from .sequences import LAYOUT, Kernel
 from .utils import (
     BF16,
     DEVICE,
     ON_NVIDIA,
+    attend_by,
     merge_call,
     requires_nvidia,
     slots_of,
@@ -44,11 +44,7 @@ from .utils import (
 
 pytestmark = requires_nvidia
 
-LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
-ATTENTION = {"decode": KERNELS["cuda"]} | {
-    name: KERNELS[name] for name in ("extend", "rows", "columns")
-}
-attention = pytest.mark.parametrize("kernel", ["decode", "extend", ROWS, COLUMNS])
+attention = kernels(without("partials"))
 # Longer than any launch by the host takes.
 DELAY_NS = 30_000_000
 
@@ -80,11 +76,17 @@ requires_overlap = pytest.mark.skipif(
 
 
 def attend(
-    kernel: str, step: Step, cache: torch.Tensor, scratch: Scratch
+    kernel: Kernel, step: Step, cache: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
     """Attend to stored tokens, from rotated queries in the scratch."""
-    ATTENTION[kernel](
-        scratch.rotated, cache, LAYOUT, step.batch, scratch.partials, scratch.output
+    attend_by(
+        kernel.attend,
+        scratch.rotated,
+        cache,
+        LAYOUT,
+        step.batch,
+        scratch.partials,
+        scratch.output,
     )
     return scratch.output
 
@@ -276,7 +278,7 @@ def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, k
             call = merge_call(step.batch, scratch.output, NUM_KV_HEADS)
             cuda_merge.merge_splits(scratch.partials, call)
         else:
-            attend(kernel, step, cache, scratch)
+            attend(KERNELS[kernel], step, cache, scratch)
     assert torch.ones(3, device=DEVICE).sum() == 3
     torch.accelerator.synchronize()
     assert not cache.any()

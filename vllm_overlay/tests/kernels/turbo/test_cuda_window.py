@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
-from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
 from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.interface import (
@@ -34,12 +33,22 @@ from vllm.v1.attention.ops.turbo.reference.window import (
     update_window,
 )
 
-from .test_cuda_multi import ATTENTION, COLUMNS, LAYOUT, ROUNDING, ROWS
-from .test_cuda_offset import EXTENDS, some_layouts
+from .attention_kernels import EXTENDS, kernels, kernels_and_layouts, without
+from .sequences import (
+    DECODE_KERNEL,
+    LAYOUT,
+    LAYOUTS,
+    SEGMENT,
+    SOME_LAYOUTS,
+    Kernel,
+    ints,
+    layout_id,
+)
 from .utils import (
     BF16,
     DEVICE,
     INVALID_BLOCK,
+    attend_by,
     attention_of_rounded,
     gaussian,
     load_context,
@@ -50,29 +59,16 @@ from .utils import (
 
 pytestmark = requires_cuda
 
-LAYOUTS = [
-    TurboFormat.from_cache_dtype(name, size)
-    for name in TURBO_PRESETS
-    for size in SUPPORTED_HEAD_SIZES
-]
-all_layouts = pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=[f"{layout.name}-{layout.head_size}" for layout in LAYOUTS]
-)
+all_layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 with_offset = pytest.mark.parametrize(
     "with_offset", [False, True], ids=["plain", "offset"]
 )
 BLOCK_SIZE = 64
-# Tokens of a segment; an emulated GPU has shorter segments.
-SEGMENT = interface.OFFSET_SEGMENT
 # Contexts around borders of segments, blocks and windows. The last but one has no page
 # of a window.
 CONTEXTS = [0, 1, 63, 64, 65, SEGMENT - 8, SEGMENT + 5, 40, 300]
 WITHOUT_PAGE = 7
 GROUP = 4
-
-
-def ints(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 class Scene:
@@ -166,7 +162,7 @@ class Scene:
 
     def attend(
         self,
-        kernel: str,
+        kernel: Kernel,
         num_splits: int,
         dtype: torch.dtype = torch.float32,
         attends_before: bool = False,
@@ -175,7 +171,7 @@ class Scene:
         """The output of a step, (T, Hq, D), with NaN in scratch and output before.
 
         Args:
-            kernel: A key of ``ATTENTION``.
+            kernel: The kernel.
             num_splits: Splits of a sequence.
             dtype: dtype of the newest tokens and of the output.
             attends_before: Whether the merge gets the result of attention to the
@@ -200,7 +196,8 @@ class Scene:
         )
         if attends_before:
             newest = newest._replace(attended=self.attended(newest, **options))
-        ATTENTION[kernel](
+        attend_by(
+            kernel.attend,
             rotate_query(query, self.layout),
             self.caches[0],
             self.layout,
@@ -243,7 +240,7 @@ class Scene:
                 table[row, : first // BLOCK_SIZE] = INVALID_BLOCK
         return table
 
-    def expected(self, kernel: str, **options: Any) -> list[torch.Tensor]:
+    def expected(self, kernel: Kernel, **options: Any) -> list[torch.Tensor]:
         """Each sequence's output, (Q, Hq, D) fp32.
 
         Scores of packed keys, without their offset, are from q as the kernel rounds it.
@@ -267,11 +264,9 @@ class Scene:
                 key = key + self.offsets[segments]
                 taken_off[:num_packed] = self.offsets[segments[:num_packed]]
             newest = self.key[part].float()
-            # Rounded as in attend().
-            rotated = reference.rotate(query.float()).half().float()
             outputs.append(
                 attention_of_rounded(
-                    reference.inverse_rotate(ROUNDING[kernel](rotated)),
+                    kernel.rounded(query),
                     query,
                     torch.cat([key, newest]),
                     torch.cat([value, self.value[part].float()]),
@@ -372,10 +367,9 @@ def test_no_row_counts_beside_tokens_that_another_stores():
     assert (own, other) == (length, length - (scene.format.num_rows - 1))
 
 
-@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
+@kernels_and_layouts(without("window"))
 @pytest.mark.parametrize("num_splits", [1, 8])
 @with_offset
-@all_layouts
 def test_attention(layout, kernel, num_splits, with_offset):
     """The error is that of weights and values in fp16.
 
@@ -408,20 +402,19 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
     monkeypatch.setattr(cuda_merge, "warps_a_row_with_window", lambda *_: num_warps)
     scene = Scene(LAYOUT, 2, dtype, with_offset, group=group)
     scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
-    output, expected = scene.attend("cuda", 8), scene.expected("cuda")
+    output, expected = scene.attend(DECODE_KERNEL, 8), scene.expected(DECODE_KERNEL)
     tolerance = 2**-8 if with_offset else 2**-10
     for row in range(len(CONTEXTS)):
         error = output[slice(*scene.starts[row : row + 2])] - expected[row]
         assert error.norm() <= tolerance * expected[row].norm(), row
-    rounded = scene.attend("cuda", 8, dtype).float()
+    rounded = scene.attend(DECODE_KERNEL, 8, dtype).float()
     rounding = 2**-8 if dtype == BF16 else 2**-11
     bound = rounding * output.abs() + 2**-14 * output.abs().max()
     assert ((rounded - output).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
+@kernels_and_layouts(without("window"))
 @pytest.mark.parametrize("num_splits", [1, 8])
-@all_layouts
 def test_soft_cap(layout, kernel, num_splits):
     """The cap applies to packed tokens, the recent window and the newest tokens.
 
@@ -443,10 +436,9 @@ def test_soft_cap(layout, kernel, num_splits):
 
 # Some queries see only the recent window of the short ones, and more of the long one.
 @pytest.mark.parametrize("sliding_window", [16, 20, 100])
-@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
+@kernels_and_layouts(without("window"), SOME_LAYOUTS)
 @pytest.mark.parametrize("num_splits", [1, 8])
 @with_offset
-@some_layouts
 def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset):
     """Errors are those of ``test_attention``."""
     scene = Scene(layout, with_offset=with_offset, sliding_window=sliding_window)
@@ -456,7 +448,7 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
         "sinks": torch.linspace(-10, 5, heads, device=DEVICE),
     }
     tolerance = 2**-8 if with_offset else 2**-10
-    longest = 33 if kernel in EXTENDS else 3
+    longest = 33 if kernel.is_extend else 3
     for query_lens in (
         [1] * len(CONTEXTS),
         [2, 1, longest, 1, 2, 1, longest, 1, 1],
@@ -473,7 +465,7 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
             assert error.norm() <= tolerance * expected.norm(), row
 
 
-@pytest.mark.parametrize("kernel", ["extend", ROWS])
+@kernels([x for x in without("window") if x in EXTENDS])
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @with_offset
 def test_newest_tokens_that_are_attended_to_before(kernel, sliding_window, with_offset):
@@ -491,8 +483,7 @@ def test_newest_tokens_that_are_attended_to_before(kernel, sliding_window, with_
     assert (output - one_by_one).norm() <= 2**-14 * one_by_one.norm()
 
 
-@pytest.mark.parametrize("kernel", ["cuda", COLUMNS, "extend", ROWS])
-@some_layouts
+@kernels_and_layouts(without("window"), SOME_LAYOUTS)
 def test_soft_cap_of_a_sliding_window(layout, kernel):
     scene = Scene(layout, sliding_window=70)
     scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
@@ -512,7 +503,8 @@ def test_a_window_is_only_with_the_newest_tokens():
     query = scene.query[: len(CONTEXTS)]
     partial = torch.zeros(len(CONTEXTS), *query.shape[1:], device=DEVICE)
     with pytest.raises(AssertionError, match="without the newest tokens"):
-        ATTENTION["cuda"](
+        attend_by(
+            DECODE_KERNEL.attend,
             RotatedQuery(query.half().contiguous(), partial[..., 0].contiguous()),
             scene.caches[0],
             scene.layout,

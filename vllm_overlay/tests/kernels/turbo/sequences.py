@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Sequences in a cache for tests of attention kernels, and the results to expect.
+
+A kernel under test is an argument, a ``Kernel``. ``attention_kernels.py`` lists all.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from copy import copy
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
+from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
+from vllm.v1.attention.ops.turbo.cuda.decode import DECODE, num_queries_at_once
+from vllm.v1.attention.ops.turbo.cuda.family import Family
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
+from vllm.v1.attention.ops.turbo.interface import (
+    AttentionCall,
+    DecodeBatch,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+    Scoring,
+    StoreCall,
+    Variant,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from .utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    INVALID_BLOCK,
+    assert_by_2x_rule,
+    assert_within,
+    attention_of_rounded,
+    gaussian,
+    load_context,
+    make_block_table,
+    new_cache,
+    num_blocks_for,
+    requires_cuda,
+    rotate_query,
+    slots_of,
+)
+
+LAYOUTS = [
+    TurboFormat.from_cache_dtype(name, size)
+    for name in TURBO_PRESETS
+    for size in SUPPORTED_HEAD_SIZES
+]
+LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
+# Each preset, and three head sizes.
+SOME_LAYOUTS = [
+    LAYOUT,
+    TurboFormat.from_cache_dtype("turbo3", 64),
+    TurboFormat.from_cache_dtype("k4v3", 256),
+]
+NUM_KV_HEADS = 2
+BLOCK_SIZE = 48
+# Rows of padding after the last sequence's tokens.
+PADDING = 2
+# Tokens that share an offset of K; an emulated GPU has shorter segments.
+SEGMENT = interface.OFFSET_SEGMENT
+# Sinks of a KV head's query heads in turn: they have none, hardly any, some and
+# nearly all of the weight. The next KV head begins one further on.
+SINKS = [float("-inf"), -20.0, 0.0, 20.0]
+# Factors of the queries by cap. A cap of 2 hardly tells scores of up to +-12 apart. A
+# cap as large as models' bends them.
+CAPS = {2.0: 3.0, 50.0: 12.0}
+# Norms of the difference of segments' offsets, of norm 400, and of the queries' part
+# along them. All segments have weight, or only one, or scores are in the thousands.
+OFFSETS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
+newest_or_stored = pytest.mark.parametrize(
+    "with_newest", [True, False], ids=["newest", "stored"]
+)
+
+
+def layout_id(layout: TurboFormat) -> str:
+    return f"{layout.name}-{layout.head_size}"
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def directions(*shape: int, seed: int) -> torch.Tensor:
+    return nn.functional.normalize(gaussian(*shape, seed=seed), dim=-1)
+
+
+def segments_of(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The segment of each index of a token; padding, with index -1, has segment 0."""
+    segments = indices.clamp(min=0) // SEGMENT
+    return segments.clamp(max=offsets.shape[0] - 1)
+
+
+class Kernel(NamedTuple):
+    """A kernel under test.
+
+    Attributes:
+        name: Its name in the ids of tests.
+        attend: An ``AttentionFn``. The call always has the original queries.
+        rounded: Returns queries (Q, Hq, D) in fp32 as the kernel rounds them, from
+            queries of any dtype. None for a kernel that keeps the model's dtype.
+        rounded_keys: Returns the newest keys (T, H, D) in fp32 as the kernel rounds
+            them, which it scores as cached keys are. None for a kernel that scores them
+            exactly, from exact queries.
+        is_extend: Whether it serves extends; other kernels serve decodes.
+        refusal: Returns why a layout has no such kernel; None if it has one.
+        opt_outs: Features and cases that it is not tested with, each with the reason.
+        marks: Marks of its tests.
+
+    """
+
+    name: str
+    attend: Callable[..., None]
+    rounded: Callable[[torch.Tensor], torch.Tensor] | None
+    rounded_keys: Callable[[torch.Tensor], torch.Tensor] | None = None
+    is_extend: bool = False
+    refusal: Callable[[TurboFormat], str | None] = lambda layout: None
+    opt_outs: Mapping[str, str] = MappingProxyType({})
+    marks: tuple[pytest.MarkDecorator, ...] = (requires_cuda,)
+
+    def case(self, *values: Any, name: str = "") -> Any:
+        """The kernel and further values, as a case of ``pytest.mark.parametrize``."""
+        own_id = f"{self.name}-{name}" if name else self.name
+        return pytest.param(self, *values, marks=self.marks, id=own_id)
+
+
+def by_family(
+    family: Family, plan_for: Callable[[TurboFormat, int], Any]
+) -> Callable[..., None]:
+    """An ``AttentionFn`` of a CUDA kernel, even where serving takes another one.
+
+    Args:
+        family: The kernel.
+        plan_for: Returns the plan for a layout and a number of queries of a KV head.
+
+    """
+
+    def load(
+        layout: TurboFormat, num_queries: int, device: torch.device, variant: Variant
+    ) -> Callable[..., None]:
+        return family.load(layout, plan_for(layout, num_queries), device, variant)
+
+    def attend(
+        query: RotatedQuery,
+        call: AttentionCall,
+        partials: Partials,
+        enable_pdl: bool = True,
+    ) -> None:
+        cuda_decode.attend(load, query, call, partials, enable_pdl)
+
+    return attend
+
+
+def rounded_to_int8(query: torch.Tensor) -> torch.Tensor:
+    rotated = reference.rotate(query.float())
+    return reference.inverse_rotate(reference.round_query(rotated))
+
+
+def rounded_to_fp16(query: torch.Tensor) -> torch.Tensor:
+    return reference.inverse_rotate(reference.rotate(query.float()).to(FP16))
+
+
+DECODE_KERNEL = Kernel(
+    "decode",
+    by_family(DECODE, lambda layout, n: num_queries_at_once(layout.head_size, n)),
+    rounded_to_int8,
+    refusal=DECODE.refusal,
+)
+
+
+class Features(NamedTuple):
+    """Features of a layer, for which ``Sequences`` makes queries, keys and sinks.
+
+    Attributes:
+        sliding_window: The most tokens that a query token sees; None: all before it.
+        soft_cap: A key of ``CAPS``; None: scores have no cap.
+        sinks: dtype of sinks; None: there are none.
+        offset: A key of ``OFFSETS``; None: nothing is taken off K.
+        num_offsets: Number of segments that have an offset of their own.
+        dtype: The model's dtype.
+
+    """
+
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.dtype | None = None
+    offset: str | None = None
+    num_offsets: int = 3
+    dtype: torch.dtype = FP16
+
+
+PLAIN = Features()
+IN_BF16 = Features(dtype=BF16)
+
+
+class Launch(NamedTuple):
+    """The arguments of an ``AttentionFn``, with NaN in scratch and output."""
+
+    query: RotatedQuery
+    call: AttentionCall
+    partials: Partials
+
+
+class Sequences:
+    """Sequences in a cache, queries of their last tokens, and other K and V of these.
+
+    Args:
+        layout: The cache's format.
+        seq_lens: Lengths of the sequences, which may be below their query lengths.
+        query_lens: Query tokens of each sequence; an int: of every one.
+        group: Query heads a KV head.
+        features: The layer's features.
+        block_size: Tokens of a block.
+        cache_layout: The order of layers, blocks and heads in memory.
+        num_stored: The most tokens of a sequence, its last ones, that are stored; the
+            others are zeros. None: all are stored.
+
+    Attributes:
+        scoring: How the layer scores keys. Tests may change it.
+        seen: The cache and block table that kernels get; None: ``cache`` and ``table``.
+
+    """
+
+    def __init__(
+        self,
+        layout: TurboFormat,
+        seq_lens: list[int],
+        query_lens: list[int] | int,
+        group: int = 4,
+        features: Features = PLAIN,
+        *,
+        block_size: int = BLOCK_SIZE,
+        cache_layout: KVCacheLayout = KVCacheLayout.LBHNC,
+        num_stored: int | None = None,
+    ) -> None:
+        self.layout, self.seq_lens, self.group = layout, seq_lens, group
+        self.block_size, self.num_stored = block_size, num_stored
+        self.dtype = features.dtype
+        self.is_uniform = isinstance(query_lens, int)
+        if isinstance(query_lens, int):
+            query_lens = [query_lens] * len(seq_lens)
+        self.query_len = max(query_lens)
+        self.starts = [0, *accumulate(query_lens)]
+        num_blocks = num_blocks_for(seq_lens, block_size)
+        shape = (num_blocks, NUM_KV_HEADS, block_size)
+        self.cache = new_cache(layout, *shape, cache_layout)
+        self.table = make_block_table(seq_lens, block_size)
+        self.fill()
+        self.num_heads = group * NUM_KV_HEADS
+        heads = [self.num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
+        num_tokens = self.starts[-1] + (0 if self.is_uniform else PADDING)
+        qkv = gaussian(
+            num_tokens, sum(heads), layout.head_size, dtype=features.dtype, seed=7
+        )
+        self.query, self.key, self.value = qkv.split(heads, 1)
+        for start, query_len, length in zip(self.starts, query_lens, seq_lens):
+            # Rows of tokens that do not exist hold NaN, as padding may.
+            qkv[start : start + max(query_len - length, 0)] = math.nan
+        self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scoring = Scoring(
+            layout.head_size**-0.5,
+            soft_cap=features.soft_cap,
+            sinks=None if features.sinks is None else self.make_sinks(features.sinks),
+        )
+        if features.soft_cap is not None:
+            self.query *= CAPS[features.soft_cap]
+        if features.offset is not None:
+            self.take_off(*OFFSETS[features.offset], features.num_offsets)
+        if features.sliding_window is not None:
+            self.slide(features.sliding_window)
+
+    def fill(self, byte: int = 0xFF) -> None:
+        """Store Gaussian K and V; all other bytes of pages are ``byte``."""
+        self.cache.fill_(byte if self.num_stored is None else 0)
+        for row, length in enumerate(self.seq_lens):
+            first = max(length - (self.num_stored or length), 0)
+            shape = (length - first, NUM_KV_HEADS, self.layout.head_size)
+            key, value = (
+                gaussian(*shape, dtype=self.dtype, seed=2 * row + side)
+                for side in (100, 101)
+            )
+            slots = self.slots(row, first, length)
+            reference.store(StoreCall(self.cache, slots, key, value, self.layout))
+
+    def slots(self, row: int, first: int, last: int) -> torch.Tensor:
+        """Slots of a sequence's tokens first to last - 1, (last - first,) int64."""
+        return slots_of(self.table[row], first, last, self.block_size)
+
+    def make_sinks(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        heads = torch.arange(self.num_heads)
+        turns = heads + heads // self.group
+        return torch.tensor(SINKS, dtype=dtype)[turns % len(SINKS)].to(DEVICE)
+
+    def take_off(self, difference: float, common: float, num_offsets: int) -> None:
+        """Take an offset off cached keys, which the newest keys still have.
+
+        Args:
+            difference: Norm of the difference of segments' offsets.
+            common: Norm of the queries' part along the offsets.
+            num_offsets: Number of offsets.
+
+        """
+        size = self.layout.head_size
+        direction = directions(NUM_KV_HEADS, size, seed=11)
+        others = directions(num_offsets, NUM_KV_HEADS, size, seed=12)
+        table = (400 * direction + difference * others).contiguous()
+        self.scoring = self.scoring._replace(key_offset=table)
+        self.query += (
+            (common * direction).repeat_interleave(self.group, 0).to(self.dtype)
+        )
+        for start, end, length in zip(self.starts, self.starts[1:], self.seq_lens):
+            key = self.key[start:end]
+            indices = torch.arange(length - len(key), length, device=DEVICE)
+            key.copy_((key.float() + table[segments_of(indices, table)]).to(self.dtype))
+
+    def slide(self, window: int) -> None:
+        """Have kernels see a window only.
+
+        Tiles before the first one that a query token sees hold bytes that no encoder
+        writes, and blocks before it do not exist.
+        """
+        self.scoring = self.scoring._replace(sliding_window=window)
+        cache, table = self.cache.clone(), self.table.clone()
+        pages = cache.flatten(2).view(*cache.shape[:2], -1, self.layout.tile_bytes)
+        for row, length in enumerate(self.seq_lens):
+            query_len = self.starts[row + 1] - self.starts[row]
+            tile = max(length - query_len + 1 - window, 0) // TILE_TOKENS
+            block, rest = divmod(tile, self.block_size // TILE_TOKENS)
+            if rest:
+                pages[table[row, block], :, :rest] = 0xFF
+            table[row, :block] = INVALID_BLOCK
+        self.seen = cache, table
+
+    def alone(self, row: int) -> "Sequences":
+        """One of the sequences, with the same cache, queries, keys and values."""
+        own = copy(self)
+        part = slice(*self.starts[row : row + 2])
+        own.seq_lens, own.starts = [self.seq_lens[row]], [0, part.stop - part.start]
+        own.table = self.table[row : row + 1]
+        own.query, own.key, own.value = (
+            x[part] for x in (self.query, self.key, self.value)
+        )
+        return own
+
+    def launch(self, with_newest: bool, num_splits: int = 8) -> Launch:
+        """The arguments of an ``AttentionFn``, with NaN in scratch and output."""
+        num_partials = len(self.seq_lens) * self.query_len * num_splits
+        shape = (num_partials, self.num_heads, self.layout.head_size)
+        partial = torch.full(shape, math.nan, device=DEVICE)
+        output = torch.full(self.query.shape, math.nan, device=DEVICE).to(self.query)
+        newest = NewestTokens(self.query, self.key, self.value, self.scoring.scale)
+        cache, table = self.seen or (self.cache, self.table)
+        batch = DecodeBatch(
+            len(self.seq_lens),
+            table,
+            ints(self.seq_lens),
+            self.query_len,
+            None if self.is_uniform else ints(self.starts),
+        )
+        call = AttentionCall(
+            cache,
+            self.layout,
+            batch,
+            self.scoring,
+            output,
+            self.query,
+            newest if with_newest else None,
+        )
+        partials = Partials(partial, partial[:, :, 0].contiguous())
+        return Launch(rotate_query(self.query, self.layout), call, partials)
+
+    def attend(
+        self, kernel: Kernel, with_newest: bool, num_splits: int = 8
+    ) -> torch.Tensor:
+        """The kernel's output, (T, Hq, D)."""
+        launch = self.launch(with_newest, num_splits)
+        kernel.attend(*launch)
+        return launch.call.output
+
+    def partials(
+        self, kernel: Kernel, rotated: torch.Tensor, score_scale: float
+    ) -> Partials:
+        """The kernel's results for one split, in rotated space.
+
+        Args:
+            kernel: The kernel.
+            rotated: (T, Hq, D), rotated queries to take in place of the sequences'.
+            score_scale: The factor of all scores, in base 2.
+
+        """
+        scale = torch.full(rotated.shape[:2], score_scale, device=DEVICE)
+        query = RotatedQuery(rotated.to(FP16).contiguous(), scale)
+        launch = self.launch(False, 1)._replace(query=query)
+        kernel.attend(*launch)
+        return launch.partials
+
+    def compare(self, kernel: Kernel, with_newest: bool, output: torch.Tensor) -> None:
+        """Compare each sequence's rows, and rows that see no tokens to zero."""
+        assert output[self.starts[-1] :].isnan().all()
+        compare_rows = self._compare_by_2x_rule
+        if self.scoring.key_offset is not None:
+            compare_rows = self._compare_to_fp64
+        for row, length in enumerate(self.seq_lens):
+            start, end = self.starts[row : row + 2]
+            seen = min(length, end - start)
+            assert (output[start : end - seen] == 0).all()
+            if seen > 0:
+                part, table = slice(end - seen, end), self.table[row]
+                key, value = load_context(self.cache, table, length, self.layout)
+                num_newest = seen if with_newest else 0
+                compare_rows(kernel, output, part, key, value, num_newest)
+
+    def _compare_by_2x_rule(
+        self,
+        kernel: Kernel,
+        output: torch.Tensor,
+        part: slice,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        num_newest: int,
+    ) -> None:
+        """Apply the 2x rule of ``utils`` to a sequence's rows.
+
+        The target has q as the kernel rounds it. ``key`` and ``value``, each (T, H, D),
+        are those of the cache.
+        """
+        query, scoring = self.query[part], self.scoring
+        if num_newest:
+            key[-num_newest:], value[-num_newest:] = self.key[part], self.value[part]
+        options = {
+            "sliding_window": scoring.sliding_window,
+            "sinks": scoring.sinks,
+            "logits_soft_cap": scoring.soft_cap,
+        }
+        target = None
+        if kernel.rounded is not None:
+            keys, num_exact = key, num_newest
+            if num_newest and kernel.rounded_keys is not None:
+                newest = kernel.rounded_keys(key[-num_newest:])
+                keys, num_exact = torch.cat([key[:-num_newest], newest]), 0
+            rounded = kernel.rounded(query)
+            target = attention_of_rounded(
+                rounded, query, keys, value, num_exact, scoring.scale, **options
+            )
+        assert_by_2x_rule(
+            output[part],
+            query,
+            key,
+            value,
+            scoring.scale,
+            query.dtype,
+            kernel.rounded is None,
+            target,
+            **options,
+        )
+
+    def _compare_to_fp64(
+        self,
+        kernel: Kernel,
+        output: torch.Tensor,
+        part: slice,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        num_newest: int,
+    ) -> None:
+        """Compare a sequence's rows, with an offset of K, to attention in fp64.
+
+        The target has q as the kernel rounds it for k - m, and q without rounding for m
+        and the newest tokens. The error may be twice the error of attention with
+        weights, values and outputs in the model's dtype.
+        """
+        table, sinks = self.scoring.key_offset, self.scoring.sinks
+        query, indices = self.query[part], torch.arange(len(key), device=DEVICE)
+        queries = torch.cat([kernel.rounded(query), query.float()], -1).double()
+        keys = torch.cat([key, table[segments_of(indices, table)]], -1)
+        if num_newest:
+            newest = self.key[part].float()
+            keys[-num_newest:] = torch.cat([torch.zeros_like(newest), newest], -1)
+            value[-num_newest:] = self.value[part].float()
+        keys = keys.double().repeat_interleave(self.group, 1)
+        values = value.double().repeat_interleave(self.group, 1)
+        scores = torch.einsum("qhd,thd->hqt", queries, keys) * self.scoring.scale
+        last = indices[-len(query) :, None]
+        hidden = indices > last
+        if self.scoring.sliding_window is not None:
+            hidden |= indices <= last - self.scoring.sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            # Sinks count as one more token, whose value is zero.
+            extra = sinks.double()[:, None, None].expand(-1, len(query), 1)
+            scores = torch.cat([scores, extra], -1)
+            values = nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
+        weights = scores.softmax(-1)
+        target = torch.einsum("hqt,thd->qhd", weights, values)
+        weights, values = weights.to(query.dtype), values.to(query.dtype)
+        plain = torch.einsum("hqt,thd->qhd", weights, values)
+        allowed = 2 * (plain.double() - target).abs().max().item()
+        allowed += 2**-11 * target.abs().max().item()
+        assert_within(output[part], target, allowed, "(query, head, coordinate)")
+
+    def check(
+        self, kernel: Kernel, with_newest: bool, num_splits: int = 8
+    ) -> torch.Tensor:
+        """Compare the output to the reference, and two runs bit for bit.
+
+        The comparison must fail without the soft cap, and without the sinks.
+        """
+        output = self.attend(kernel, with_newest, num_splits)
+        self.compare(kernel, with_newest, output)
+        if "repetition" not in kernel.opt_outs:
+            again = self.attend(kernel, with_newest, num_splits)
+            end = self.starts[-1]
+            assert torch.equal(output[:end], again[:end])
+        scoring = self.scoring
+        for name in ("soft_cap", "sinks"):
+            if getattr(scoring, name) is not None:
+                self.scoring = scoring._replace(**{name: None})
+                with pytest.raises(AssertionError, match="allowed"):
+                    self.compare(kernel, with_newest, output)
+        self.scoring = scoring
+        return output
+
+    def check_alone(self, kernel: Kernel) -> None:
+        """With one split, a sequence's output does not depend on the others."""
+        together = self.attend(kernel, True, 1)
+        for row, length in enumerate(self.seq_lens):
+            own = together[slice(*self.starts[row : row + 2])]
+            assert torch.equal(self.alone(row).attend(kernel, True, 1), own)
+            assert length > 0 or (own == 0).all()
+
+    def check_recycled_bytes(self, kernel: Kernel) -> None:
+        """Bytes past a sequence's end in its last page change no bit of the output."""
+        outputs = []
+        for byte in (0xFF, 0x00, 0xF7):
+            self.fill(byte)
+            outputs.append(self.attend(kernel, False, 4))
+        assert outputs[0].isfinite().all()
+        assert torch.equal(outputs[0], outputs[1])
+        assert torch.equal(outputs[0], outputs[2])
