@@ -12,11 +12,7 @@ import pytest
 import torch
 
 from vllm.config import VllmConfig
-from vllm.v1.attention.backends.turbo_attn import (
-    TurboAttentionImpl,
-    TurboMetadata,
-    TurboMetadataBuilder,
-)
+from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import choose, reference
 from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
 from vllm.v1.attention.ops.turbo.cuda import extend_rows
@@ -39,17 +35,12 @@ from .backend_utils import (
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
-    make_builder,
-    make_impl,
     make_vllm_config,
     prefill_modes,
     register,
-    requests_of_a_step,
-    reserve_scratch,
-    set_path,
     set_scratch,
-    with_drafts,
 )
+from .extend_layers import LONGEST, ExtendLayer, break_tokens, scoring_options, scorings
 from .rank_utils import RankGroup, Ranks
 from .utils import (
     BF16,
@@ -66,8 +57,6 @@ pytestmark = requires_hopper
 HEAD_SIZE = 128
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", HEAD_SIZE)
 GROUP = NUM_HEADS // NUM_KV_HEADS
-# As long as the longest extend that benchmarks measure.
-LONGEST = 700
 # Query tokens and context of requests, decodes first.
 BATCHES = {
     "beside decodes": [(1, 31), (1, 64), (33, 40), (2, 33), (64, 5)],
@@ -95,53 +84,32 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("another kernel is to serve")
 
 
-class Layer:
-    """A layer on Hopper whose extends no kernel but ``extend_outputs`` may serve."""
+class Layer(ExtendLayer):
+    """A layer on Hopper whose extends no kernel but ``extend_outputs`` may serve.
+
+    Its record has the numbers of tokens and sequences of each call.
+    """
 
     def __init__(self, config: VllmConfig, **options: Any) -> None:
-        self.config = config
-        self.impl: TurboAttentionImpl = make_impl(config, **options)
-        set_path(self.impl, "cuda")
-        runner = self.impl.runner
+        super().__init__(config, **options)
         # So few multiprocessors that one request's passes are enough.
-        runner.num_sms = 1
-        self.calls: list[tuple[int, int]] = []
+        self.runner.num_sms = 1
 
         def extend(call: AttentionCall, scratch: OutputScratch) -> None:
             assert call.query is not None
             self.calls.append((call.query.shape[0], call.batch.num_seqs))
             extend_rows.extend_outputs(call, scratch)
 
-        runner.kernels = runner.kernels._replace(
+        self.runner.kernels = self.runner.kernels._replace(
             extend_outputs=extend, extend_attention=refuse
         )
-
-    def plan(self, batch: Batch) -> TurboMetadata:
-        return make_builder(self.config, self.impl).build(0, batch.common)
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        self.calls.clear()
-        return batch.run(self.impl, self.plan(batch), "cuda")
-
-    def check(self, requests: list[tuple[int, int]]) -> None:
-        batch = Batch.make(self.impl, requests)
-        batch.check(self.impl, self.run(batch))
-
-
-def make_layer(
-    folder: Path, mode: str = "raw", dtype: torch.dtype = FP16, **options: Any
-) -> Layer:
-    config = make_vllm_config(
-        folder, "turbo4", dtype, mode, max_num_batched_tokens=2048
-    )
-    return Layer(config, **options)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 @prefill_modes
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, mode, dtype):
-    layer = make_layer(folder, mode, dtype)
+    layer = Layer.make(folder, mode, dtype)
     layer.check(requests)
     extends = [length for length, _ in requests if 1 < length <= LONGEST]
     assert layer.calls == [(sum(extends), len(extends))]
@@ -150,8 +118,8 @@ def test_batches(folder, requests, mode, dtype):
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 def test_queries_are_rotated_once(folder, requests):
     """The store rotates queries of decodes, and the kernel those of extends."""
-    layer = make_layer(folder)
-    runner = layer.impl.runner
+    layer = Layer.make(folder)
+    runner = layer.runner
     store, rotated = runner.kernels.store, []
 
     def noting(call: StoreCall) -> None:
@@ -163,17 +131,10 @@ def test_queries_are_rotated_once(folder, requests):
     assert rotated == [sum(length == 1 for length, _ in requests)]
 
 
-@pytest.mark.parametrize("name", ["window", "cap", "sinks", "all"])
-def test_what_scores_are_under(folder, name):
-    """Windows that are shorter and longer than the own tokens, soft caps, and sinks."""
-    sinks = gaussian(NUM_HEADS, seed=4).to(DEVICE)
-    options: dict[str, Any] = {
-        "window": {"sliding_window": 10},
-        "cap": {"logits_soft_cap": 2.0},
-        "sinks": {"sinks": sinks},
-        "all": {"sliding_window": 30, "logits_soft_cap": 2.0, "sinks": sinks},
-    }[name]
-    make_layer(folder, **options).check([(1, 31), (33, 40), (2, 33), (17, 5)])
+@scorings
+def test_what_scores_are_under(folder, scoring):
+    layer = Layer.make(folder, **scoring_options(scoring))
+    layer.check([(1, 31), (33, 40), (2, 33), (17, 5)])
 
 
 def test_layers_beside_one_with_an_offset_merge(folder):
@@ -182,7 +143,7 @@ def test_layers_beside_one_with_an_offset_merge(folder):
     layers = [Layer(config) for _ in range(2)]
     for i, layer in enumerate(layers):
         register(config, layer.impl, f"layers.{i}.attn")
-    runners = [layer.impl.runner for layer in layers]
+    runners = [layer.runner for layer in layers]
     assert all(runner.planner.extends_to_outputs for runner in runners)
     runners[0].key_offset = gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE)
     assert not runners[0].planner.extends_to_outputs
@@ -195,8 +156,7 @@ def test_layers_beside_one_with_an_offset_merge(folder):
 @pytest.mark.parametrize("num_drafts", [2, 19])
 def test_beside_drafts(folder, num_drafts):
     """Any number of drafts are decodes, because only the device has their lengths."""
-    config = with_drafts(make_vllm_config(folder, "turbo4", FP16), num_drafts)
-    layer = Layer(config)
+    layer = Layer.make(folder, num_drafts=num_drafts)
     lens = (num_drafts + 1, 1, num_drafts)
     layer.check([(length, 40) for length in lens] + [(num_drafts + 20, 40)])
     assert layer.calls == [(num_drafts + 20, 1)]
@@ -204,7 +164,7 @@ def test_beside_drafts(folder, num_drafts):
 
 def test_requests_without_query_tokens(folder):
     """Padded requests, after all others, have length 0 and no query tokens."""
-    layer = make_layer(folder)
+    layer = Layer.make(folder)
     requests = [(20, 40), (2, 33)]
     batch = Batch.make(layer.impl, requests)
     expected = layer.run(batch)
@@ -225,11 +185,11 @@ def test_requests_without_query_tokens(folder):
 
 def test_beside_a_recent_window(folder):
     """Extends write the recent window, but read packed codes, as prefills do."""
-    layer = make_layer(folder)
-    runner = layer.impl.runner
+    layer = Layer.make(folder)
+    runner = layer.runner
     batch = Batch.make(layer.impl, [(20, 40), (2, 33)])
     expected = layer.run(batch)
-    step = layer.plan(batch)
+    step = layer.step
     runner.window_wanted = 8
     _, window = small_windows(runner, step, BLOCK_SIZE, torch.device(DEVICE))
     own = slice(0, 22)
@@ -239,43 +199,32 @@ def test_beside_a_recent_window(folder):
     assert torch.equal(output, expected) and window.pages.any()
 
 
-def break_tokens(x: torch.Tensor, tokens: slice) -> None:
-    """Set every other token to NaN, and the rest to infinity."""
-    x[tokens][0::2] = math.nan
-    x[tokens][1::2] = math.inf
-
-
 @pytest.mark.parametrize("where", ["own", "pages", "both"])
 @pytest.mark.parametrize("broken", [0, 1])
 def test_broken_neighbours(folder, broken, where):
     """NaN and infinity of a request change no bit of another's."""
-    layer = make_layer(folder)
-    requests, tokens = [(20, 40), (18, 40)], (slice(0, 20), slice(20, 38))[broken]
-    outputs = []
-    for is_broken in (False, True):
-        batch = Batch.make(layer.impl, requests)
-        if is_broken and where != "pages":
+
+    def break_batch(batch: Batch) -> None:
+        if where != "pages":
             for x in (batch.query, batch.key, batch.value):
-                break_tokens(x, tokens)
-        if is_broken and where != "own":
+                break_tokens(x[(slice(0, 20), slice(20, 38))[broken]])
+        if where != "own":
             slots = slots_of(batch.table[broken], 0, 40, BLOCK_SIZE)
             context = torch.zeros(40, NUM_KV_HEADS, HEAD_SIZE, dtype=FP16)
-            break_tokens(context, slice(0, 40))
+            break_tokens(context)
             context = context.to(DEVICE)
             reference.store(StoreCall(batch.cache, slots, context, context, LAYOUT))
-        outputs.append(layer.run(batch).split([20, 18]))
-    sound, found = outputs
-    assert torch.equal(found[1 - broken], sound[1 - broken])
+
+    found = Layer.make(folder).check_broken(break_batch, broken)
     # Nothing that is stored is NaN.
-    assert where == "pages" or found[broken].isnan().all()
-    assert all(output.isfinite().all() for output in sound)
+    assert where == "pages" or found.isnan().all()
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_a_broken_token(folder, name, number):
     """Tokens of its request have NaN from there on, and not before it."""
-    layer = make_layer(folder)
+    layer = Layer.make(folder)
     place, outputs = 21, []
     for is_broken in (False, True):
         batch = Batch.make(layer.impl, [(40, 40)])
@@ -293,7 +242,7 @@ def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
 
     Rotation may gather a vector's whole length in one coordinate.
     """
-    layer = make_layer(folder)
+    layer = Layer.make(folder)
     batch = Batch.make(layer.impl, [(20, 40)])
     signs = rotation_signs(HEAD_SIZE).to(batch.value)
     batch.value[5] = 60000 * signs
@@ -310,10 +259,10 @@ def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
 def test_what_reads_own_tokens_from_the_cache(folder):
     """Own tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
-    layer = make_layer(folder, kv_sharing_target_layer_name="layers.0.attn")
+    layer = Layer.make(folder, kv_sharing_target_layer_name="layers.0.attn")
     batch = Batch.make(layer.impl, requests)
-    assert layer.impl.runner.shares_cache
-    make_layer(folder, "stored").run(batch)
+    assert layer.runner.shares_cache
+    Layer.make(folder, "stored").run(batch)
     batch.check(layer.impl, layer.run(batch))
     assert layer.calls == [(35, 2)]
 
@@ -326,9 +275,9 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
         monkeypatch.setattr(place, "MAX_OUTPUT_CALL_TOKENS", max_call_tokens)
     # Little else is reserved.
     set_scratch(monkeypatch, partials=64, slice_tokens=64, piece_tokens=64)
-    layer = make_layer(folder)
-    runner = layer.impl.runner
-    calls: list[int] = []
+    layer = Layer.make(folder)
+    runner = layer.runner
+    counts: list[int] = []
 
     def attend(call: AttentionCall, scratch: OutputScratch) -> None:
         assert call.query is not None and call.newest is not None
@@ -339,20 +288,11 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
         assert len(scratch.own_tiles) >= num_tokens // TILE_TOKENS + batch.num_seqs
         assert scratch.partial.shape[0] == scratch.partial_lse.shape[0]
         assert scratch.partial.shape[0] >= 2 * runner.num_sms * 256
-        calls.append(num_tokens)
+        counts.append(num_tokens)
 
-    runner.kernels = runner.kernels._replace(
-        store=lambda *_: None, extend_outputs=attend, max_merged_tokens=None
-    )
-    reserve_scratch(layer.impl, monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(12):
-        requests = list(requests_of_a_step(generator, LONGEST))
-        batch = Batch.make(layer.impl, requests)
-        calls.clear()
-        batch.run(layer.impl, layer.plan(batch), "cuda")
-        assert sum(calls) == sum(length for length, _ in requests)
-        assert len(calls) == 1 or max_call_tokens == 100
+    stand_ins = {"extend_outputs": attend, "max_merged_tokens": None}
+    most = layer.run_steps(monkeypatch, counts, **stand_ins)
+    assert most == 1 or max_call_tokens == 100
 
 
 @pytest.mark.parametrize(
@@ -375,7 +315,7 @@ def test_what_is_served(cache_dtype, head_size, capability, is_served):
 
 
 def test_ranks_that_share_the_context_merge(folder):
-    runner = make_layer(folder).impl.runner
+    runner = Layer.make(folder).runner
     assert runner.planner.extends_to_outputs
     runner.context_parallel = ContextParallel(RankGroup(Ranks(2), 0), 1)
     assert not runner.planner.extends_to_outputs
@@ -397,7 +337,7 @@ def test_ranks_that_share_the_context_merge(folder):
     ],
 )
 def test_few_passes_are_merged(folder, num_requests, query_len, ends_in_outputs):
-    runner = make_layer(folder).impl.runner
+    runner = Layer.make(folder).runner
     planner = runner.planner._replace(num_sms=132)
     starts = list(range(0, num_requests * query_len + 1, query_len))
     table = torch.zeros(num_requests, 1, dtype=torch.int32, device=DEVICE)
@@ -416,8 +356,8 @@ def test_few_passes_are_merged(folder, num_requests, query_len, ends_in_outputs)
 
 def test_few_beside_many(folder):
     """A batch of few passes runs the kernels that merge."""
-    layer = make_layer(folder)
-    runner = layer.impl.runner
+    layer = Layer.make(folder)
+    runner = layer.runner
     runner.num_sms = 132
     runner.kernels = runner.kernels._replace(
         extend_attention=cuda_extend.extend_attention
@@ -433,7 +373,7 @@ def test_warm_up_launches_each_plan(folder, mode):
 
     calls = [
         call
-        for step in warm_up.steps(make_layer(folder, mode).impl.runner, 32, DEVICE)
+        for step in warm_up.steps(Layer.make(folder, mode).runner, 32, DEVICE)
         for plan in step.decode_plans.values()
         for call in plan.calls
         if call.is_extend

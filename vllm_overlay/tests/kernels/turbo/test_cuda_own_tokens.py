@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Extends whose own tokens go to FlashAttention; the merge only adds its result."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from vllm.config import VllmConfig
-from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl, TurboMetadata
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
@@ -21,23 +19,16 @@ from .backend_utils import (
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
-    make_builder,
-    make_impl,
-    make_vllm_config,
     prefill_modes,
-    requests_of_a_step,
-    reserve_scratch,
     set_path,
     set_scratch,
-    with_drafts,
 )
-from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda
+from .extend_layers import LONGEST, ExtendLayer, break_tokens, scoring_options, scorings
+from .utils import BF16, DEVICE, gaussian, requires_cuda
 
 pytestmark = requires_cuda
 
 FEW = MAX_MERGED_TOKENS
-# As long as the longest extend that benchmarks measure.
-LONGEST = 700
 # (query length, context length) of requests, decodes first, and the longest query of
 # each call of FlashAttention.
 BATCHES = {
@@ -64,92 +55,53 @@ def long_extends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: LONGEST)
 
 
-class Layer:
-    """A layer that CUDA's kernels serve, with a record of FlashAttention's calls.
-
-    Attributes:
-        calls: The arguments of FlashAttention's calls for extends.
-
-    """
+class Layer(ExtendLayer):
+    """A layer whose record has the arguments of FlashAttention's calls for extends."""
 
     def __init__(self, config: VllmConfig, **options: Any) -> None:
-        self.config = config
-        self.impl: TurboAttentionImpl = make_impl(config, **options)
-        set_path(self.impl, "cuda")
-        runner = self.impl.runner
+        super().__init__(config, **options)
         # ``extend_outputs`` would attend to own tokens itself.
-        runner.kernels = runner.kernels._replace(extend_outputs=None)
-        self.calls: list[dict[str, Any]] = []
-        flash_attn = runner.flash_attn
+        self.runner.kernels = self.runner.kernels._replace(extend_outputs=None)
+        flash_attn = self.runner.flash_attn
 
         def record(**arguments: Any) -> object:
             self.calls.append(arguments)
             return flash_attn(**arguments)
 
-        runner.flash_attn = record
-
-    def plan(self, batch: Batch) -> TurboMetadata:
-        return make_builder(self.config, self.impl).build(0, batch.common)
+        self.runner.flash_attn = record
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The output, (T, Hq, D); ``calls`` has the calls of this run afterwards."""
-        self.calls.clear()
-        metadata = self.plan(batch)
-        output = batch.run(self.impl, metadata, "cuda")
-        if metadata.prefill is not None:
-            del self.calls[-len(metadata.prefill.slices) :]
+        output = super().run(batch)
+        if self.step.prefill is not None:
+            del self.calls[-len(self.step.prefill.slices) :]
         return output
-
-    def attend_one_by_one(self) -> None:
-        kernels = self.impl.runner.kernels
-        self.impl.runner.kernels = kernels._replace(max_merged_tokens=None)
 
     @property
     def lens(self) -> list[int]:
         return [call["max_seqlen_q"] for call in self.calls]
 
 
-def make_layer(
-    folder: Path, mode: str = "raw", dtype: torch.dtype = FP16, **options: Any
-) -> Layer:
-    config = make_vllm_config(
-        folder, "turbo4", dtype, mode, max_num_batched_tokens=2048
-    )
-    return Layer(config, **options)
-
-
 @pytest.mark.parametrize("requests, lens", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, lens):
-    layer = make_layer(folder)
-    batch = Batch.make(layer.impl, requests)
-    batch.check(layer.impl, layer.run(batch))
+    layer = Layer.make(folder)
+    layer.check(requests)
     assert layer.lens == lens
     assert all(call["causal"] for call in layer.calls)
 
 
 def test_in_bf16(folder):
     """In bf16 rounding also affects the result of attention to own tokens."""
-    layer = make_layer(folder, dtype=BF16)
-    batch = Batch.make(layer.impl, [(33, 40), (2, 33)])
-    batch.check(layer.impl, layer.run(batch))
+    layer = Layer.make(folder, dtype=BF16)
+    layer.check([(33, 40), (2, 33)])
     assert layer.lens == [33]
 
 
-@pytest.mark.parametrize("name", ["window", "cap", "sinks", "all"])
-def test_what_scores_are_under(folder, name):
-    """Windows that are shorter and longer than the own tokens, soft caps, and sinks,
-    which count once.
-    """
-    sinks = gaussian(NUM_HEADS, seed=4).to(DEVICE)
-    options: dict[str, Any] = {
-        "window": {"sliding_window": 10},
-        "cap": {"logits_soft_cap": 2.0},
-        "sinks": {"sinks": sinks},
-        "all": {"sliding_window": 30, "logits_soft_cap": 2.0, "sinks": sinks},
-    }[name]
-    layer = make_layer(folder, **options)
-    batch = Batch.make(layer.impl, [(1, 31), (33, 40), (2, 33), (17, 5)])
-    batch.check(layer.impl, layer.run(batch))
+@scorings
+def test_what_scores_are_under(folder, scoring):
+    """Windows, caps and sinks hold for own tokens as well, and sinks count once."""
+    options = scoring_options(scoring)
+    layer = Layer.make(folder, **options)
+    layer.check([(1, 31), (33, 40), (2, 33), (17, 5)])
     (call,) = layer.calls
     window = options.get("sliding_window")
     assert call.get("window_size") == (window and [window - 1, 0])
@@ -159,57 +111,46 @@ def test_what_scores_are_under(folder, name):
 def test_offset_of_keys(folder, monkeypatch):
     """Own keys still have their offset, and cached keys get it back."""
     monkeypatch.setattr(interface, "OFFSET_SEGMENT", 2048)
-    config = make_vllm_config(folder, "turbo4", FP16)
-    layer = Layer(config)
+    layer = Layer.make(folder)
     offset = gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE)
-    layer.impl.runner.key_offset = offset
+    layer.runner.key_offset = offset
     set_path(layer.impl, "cuda")
-    batch = Batch.make(layer.impl, [(1, 31), (33, 40), (2, 33)])
-    batch.check(layer.impl, layer.run(batch))
+    layer.check([(1, 31), (33, 40), (2, 33)])
 
 
 @pytest.mark.parametrize("num_drafts", [2, FEW + 3])
 def test_beside_drafts(folder, num_drafts):
     """Any number of drafts are decodes, because only the device has their lengths."""
-    config = with_drafts(make_vllm_config(folder, "turbo4", FP16), num_drafts)
-    layer = Layer(config)
+    layer = Layer.make(folder, num_drafts=num_drafts)
     lens = (num_drafts + 1, 1, num_drafts)
-    requests = [(length, 40) for length in lens] + [(num_drafts + 40, 40)]
-    batch = Batch.make(layer.impl, requests)
-    batch.check(layer.impl, layer.run(batch))
+    layer.check([(length, 40) for length in lens] + [(num_drafts + 40, 40)])
     assert layer.lens == [num_drafts + 40]
 
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_broken_neighbours(folder, broken):
     """FlashAttention's tiles also hold the next request's tokens."""
-    layer = make_layer(folder)
-    requests = [(20, 40), (18, 40)]
-    outputs = []
-    for is_broken in (False, True):
-        batch = Batch.make(layer.impl, requests)
-        if is_broken:
-            tokens = slice(0, 20) if broken == 0 else slice(20, 38)
-            for x in (batch.query, batch.key, batch.value):
-                x[tokens][0::2] = math.nan
-                x[tokens][1::2] = math.inf
-        outputs.append(layer.run(batch).split([20, 18]))
+    layer = Layer.make(folder)
+
+    def break_batch(batch: Batch) -> None:
         assert layer.lens == [20]
-    sound, found = outputs
-    assert torch.equal(found[1 - broken], sound[1 - broken])
-    assert found[broken].isnan().all() and sound[0].isfinite().all()
+        for x in (batch.query, batch.key, batch.value):
+            break_tokens(x[(slice(0, 20), slice(20, 38))[broken]])
+
+    assert layer.check_broken(break_batch, broken).isnan().all()
+    assert layer.lens == [20]
 
 
 def test_what_reads_own_tokens_from_the_cache(folder):
     """Own tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
     for layer in (
-        make_layer(folder, "stored"),
-        make_layer(folder, kv_sharing_target_layer_name="layers.0.attn"),
+        Layer.make(folder, "stored"),
+        Layer.make(folder, kv_sharing_target_layer_name="layers.0.attn"),
     ):
         batch = Batch.make(layer.impl, requests)
-        if layer.impl.runner.shares_cache:
-            own = make_layer(folder, "stored")
+        if layer.runner.shares_cache:
+            own = Layer.make(folder, "stored")
             own.run(batch)
         batch.check(layer.impl, layer.run(batch))
         assert layer.calls == []
@@ -222,8 +163,8 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
     for partial results.
     """
     set_scratch(monkeypatch, partials=partials)
-    layer = make_layer(folder)
-    runner = layer.impl.runner
+    layer = Layer.make(folder)
+    counts: list[int] = []
 
     def attend(query, call, partials) -> None:
         batch, output, newest = call.batch, call.output, call.newest
@@ -239,30 +180,19 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
             result, lse = newest.attended
             assert result.shape == output.shape and lse.shape == (NUM_HEADS, num_tokens)
         partials.lse.fill_(0.0)
-        calls.append(num_tokens)
+        counts.append(num_tokens)
 
-    calls: list[int] = []
-    runner.kernels = runner.kernels._replace(
-        store=lambda *_: None, extend_attention=attend
-    )
-    reserve_scratch(layer.impl, monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(12):
-        requests = list(requests_of_a_step(generator, LONGEST))
-        batch = Batch.make(layer.impl, requests)
-        calls.clear()
-        batch.run(layer.impl, layer.plan(batch), "cuda")
-        assert sum(calls) == sum(length for length, _ in requests)
+    layer.run_steps(monkeypatch, counts, extend_attention=attend)
 
 
 @prefill_modes
 def test_warm_up_attends_to_own_tokens(folder, mode, monkeypatch):
     from vllm.v1.attention.ops.turbo.layer import warm_up
 
-    layer = make_layer(folder, mode)
+    layer = Layer.make(folder, mode)
     planned = [
         plan.num_own_tokens
-        for step in warm_up.steps(layer.impl.runner, 32, torch.device(DEVICE))
+        for step in warm_up.steps(layer.runner, 32, torch.device(DEVICE))
         for plan in step.decode_plans.values()
     ]
     assert max(planned) == (LONGEST if mode == "raw" else 0)
