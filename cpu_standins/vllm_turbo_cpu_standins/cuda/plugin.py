@@ -52,7 +52,7 @@ _SELECTED = re.compile(
     |window\.py::test_attention\[(offset-8-decode-turbo4-128|plain-8-decode-turbo4-256)\]
     |window\.py::test_sliding_window\[offset-8-decode-turbo4-128-20\]
     |window\.py::test_newest.*\[offset-20-rows\]
-    |merge\.py::test_what_attention.*\[1\.5-bf16-128\]
+    |merge\.py::test_results_of_the_newest.*\[1\.5-bf16-128\]
     |merge_parts\.py::test_parts\[8-(64|256)\]
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-8-True-128\]
     |features\.py::test_decodes\[(3-4|1-5)-newest-decode-turbo4-128-window17\]

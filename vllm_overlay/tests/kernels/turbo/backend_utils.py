@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The backend as the model runner uses it: configurations, batches, and a stand-in for
-FlashAttention where there is no GPU.
-"""
+"""The backend as the model runner uses it: configurations, layers and batches."""
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,33 +36,33 @@ from vllm.v1.attention.backends.turbo_attn import (
     TurboMetadata,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.choose import (
     cuda_kernels,
     share_kernels,
     triton_kernels,
 )
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
 from vllm.v1.worker.workspace import lock_workspace
 
+from .flash_utils import flash_attn_stand_in
 from .utils import (
     BF16,
     CAN_RUN_CUDA,
     DEVICE,
     ON_GPU,
-    assert_by_2x_rule,
-    attention_of_rounded,
     cache_spec,
+    check_request,
     fill_cache,
     gaussian,
     load_context,
     make_block_table,
     new_cache,
     num_blocks_for,
+    requires_triton,
     slots_of,
 )
 
@@ -85,10 +81,18 @@ BATCHES = {
     "long first chunk": [(1, 9), (66, 0), (2, 64), (3, 33)],
     "context of several pieces": [(1, 5), (2, 150), (10, 140)],
 }
+# Decodes, and prefills after several pieces of context, after few tokens, and alone.
+VARIED = [(1, 0), (1, 40), (1, 130), (20, 150), (5, 14), (33, 0)]
+# Requests with up to two drafts.
+RAGGED_DRAFTS = [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)]
 all_batches = pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 KERNELS = ["triton", "cuda"] if CAN_RUN_CUDA else ["triton"]
-kernel_paths = pytest.mark.parametrize("path", KERNELS)
-all_paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
+kernel_paths = pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=requires_triton) for path in KERNELS]
+)
+all_paths = pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=requires_triton) for path in ("torch", *KERNELS)]
+)
 prefill_modes = pytest.mark.parametrize("mode", ["raw", "stored"])
 
 
@@ -164,8 +168,20 @@ def set_scratch(
     partials: int | None = None,
     slice_tokens: int | None = None,
     piece_tokens: int | None = None,
+    least_tokens: int | None = None,
 ) -> None:
-    """Bound the scratch, in tokens, of implementations and builders made later."""
+    """Bound the scratch, in tokens, of implementations and builders made later.
+
+    Args:
+        monkeypatch: It takes the bounds back.
+        partials: Tokens of partial results of a call.
+        slice_tokens: Query tokens of a slice of a prefill.
+        piece_tokens: Tokens of a piece of context.
+        least_tokens: Tokens that a piece has room for beyond a sliding window.
+
+    """
+    if least_tokens is not None:
+        monkeypatch.setattr(prefill_plan, "LEAST_TOKENS", least_tokens)
     row = 2 * NUM_HEADS * HEAD_SIZE
     for module, name, count, size in (
         (scratch, "PARTIAL_BYTES", partials, 2 * row),
@@ -185,10 +201,7 @@ def reserve_scratch(impl: AttentionImpl, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         "vllm.v1.attention.backends.turbo_attn.warm_up", lambda *_: None
     )
-    size = 1, NUM_HEADS, runner.layout.head_size
-    x = torch.empty(size, dtype=torch.float16, device=DEVICE)
-    impl.forward(None, x, x, x, None, None, x)
-    lock_workspace()
+    reserve(impl)
 
 
 def requests_of_a_step(
@@ -207,25 +220,37 @@ def requests_of_a_step(
 
 def make_impl(
     config: VllmConfig,
-    num_heads: int = NUM_HEADS,
-    num_kv_heads: int = NUM_KV_HEADS,
-    sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    kv_sharing_target_layer_name: str | None = None,
-    logits_soft_cap: float | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    *,
+    path: str | None = None,
+    key_offset: torch.Tensor | None = None,
+    **arguments: Any,
 ) -> TurboAttentionImpl:
+    """The implementation of a layer.
+
+    Args:
+        config: The engine's configuration.
+        num_heads: Query heads; None: ``NUM_HEADS``.
+        num_kv_heads: KV heads; None: ``NUM_KV_HEADS``.
+        path: The path that it takes: see ``set_path``; None: the device's.
+        key_offset: (G, H, D) fp32, the offset of K by segment.
+        arguments: Further arguments of the implementation.
+
+    """
+    defaults = dict(
+        num_heads=num_heads or NUM_HEADS,
+        num_kv_heads=num_kv_heads or NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
+        scale=SCALE,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+    )
     with set_current_vllm_config(config):
-        return TurboAttentionImpl(
-            num_heads,
-            HEAD_SIZE,
-            SCALE,
-            num_kv_heads,
-            sliding_window=sliding_window,
-            kv_cache_dtype=config.cache_config.cache_dtype,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-        )
+        impl = TurboAttentionImpl(**(defaults | arguments))
+    impl.runner.key_offset = key_offset
+    if path is not None:
+        set_path(impl, path)
+    return impl
 
 
 def register(
@@ -234,35 +259,43 @@ def register(
     """Have the layer of this name run the implementation; add the layer if it lacks."""
     layers = config.compilation_config.static_forward_context
     if name not in layers:
-        add_layer(config, name, impl.num_heads, head_size=impl.head_size)
+        sizes = dict(num_heads=impl.num_heads, head_size=impl.head_size)
+        make_layer(config, prefix=name, **sizes).is_draft_layer = False
     layers[name].impl = impl
 
 
-def make_builder(config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadataBuilder:
-    """A builder for a layer that runs the implementation."""
-    register(config, impl)
+def make_builder(
+    config: VllmConfig,
+    impl: TurboAttentionImpl,
+    layers: Sequence[str] = ("layers.0.attn",),
+) -> TurboMetadataBuilder:
+    """A builder for layers, of which the first runs the implementation."""
+    register(config, impl, layers[0])
     spec = cache_spec(impl.runner.layout, impl.num_kv_heads, BLOCK_SIZE)
-    return TurboMetadataBuilder(spec, ["layers.0.attn"], config, DEVICE)
+    return TurboMetadataBuilder(spec, list(layers), config, DEVICE)
+
+
+def make_layer(config: VllmConfig, **changes: Any) -> Attention:
+    """A layer as models make it, in the next place unless ``prefix`` names another."""
+    count = len(config.compilation_config.static_forward_context)
+    arguments = dict(
+        num_heads=NUM_HEADS,
+        head_size=HEAD_SIZE,
+        scale=SCALE,
+        num_kv_heads=NUM_KV_HEADS,
+        cache_config=config.cache_config,
+        prefix=f"layers.{count}.attn",
+    )
+    dtype = config.model_config.dtype
+    with set_current_vllm_config(config), set_default_torch_dtype(dtype):
+        return Attention(**(arguments | changes))
 
 
 def add_layer(
-    config: VllmConfig,
-    name: str,
-    num_heads: int = NUM_HEADS,
-    is_draft: bool = False,
-    head_size: int = HEAD_SIZE,
+    config: VllmConfig, name: str, num_heads: int = NUM_HEADS, is_draft: bool = False
 ) -> None:
-    """Register an attention layer, as models do."""
-    dtype = config.model_config.dtype
-    with set_current_vllm_config(config), set_default_torch_dtype(dtype):
-        layer = Attention(
-            num_heads,
-            head_size,
-            head_size**-0.5,
-            NUM_KV_HEADS,
-            cache_config=config.cache_config,
-            prefix=name,
-        )
+    """Register an attention layer of the target model or of a drafter."""
+    layer = make_layer(config, prefix=name, num_heads=num_heads)
     layer.is_draft_layer = is_draft
 
 
@@ -282,6 +315,77 @@ def variant_of(runner: TurboRunner) -> interface.Variant:
     """The layer's variant, without its recent window."""
     has_cap = runner.logits_soft_cap is not None
     return interface.Variant(runner.key_offset is not None, soft_cap=has_cap)
+
+
+def make_common(
+    query_lens: list[int],
+    seq_lens: list[int],
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+) -> CommonAttentionMetadata:
+    """The model runner's metadata of a batch.
+
+    Args:
+        query_lens: Query length of each request, R of them.
+        seq_lens: Length of each sequence, query included; the host's bounds are exact.
+        block_table: (R, max_blocks) int32.
+        slots: (T,) int64, of all query tokens and of padding.
+
+    """
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(DEVICE),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(DEVICE, copy=True),
+        num_reqs=len(query_lens),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=block_table,
+        slot_mapping=slots,
+        seq_lens_cpu_upper_bound=lens,
+    )
+
+
+def pad_to_graph(
+    common: CommonAttentionMetadata, num_reqs: int, num_tokens: int, query_len: int = 0
+) -> CommonAttentionMetadata:
+    """Pad a batch as for a CUDA graph of more requests and tokens.
+
+    Padded requests have ``query_len`` query tokens, no sequence, and zeros as blocks.
+    Slots stay as they are.
+    """
+    count = num_reqs - common.num_reqs
+    starts = common.query_start_loc_cpu
+    padding = starts[-1] + query_len * torch.arange(1, count + 1)
+    starts = torch.cat([starts, padding]).int()
+    lens = nn.functional.pad(common.seq_lens_cpu_upper_bound, (0, count))
+    return common.replace(
+        query_start_loc=starts.to(DEVICE),
+        query_start_loc_cpu=starts,
+        seq_lens=nn.functional.pad(common.seq_lens, (0, count)),
+        seq_lens_cpu_upper_bound=lens,
+        num_reqs=num_reqs,
+        num_actual_tokens=num_tokens,
+        block_table_tensor=nn.functional.pad(
+            common.block_table_tensor, (0, 0, 0, count)
+        ),
+    )
+
+
+def run_profile(impl: AttentionImpl) -> torch.Tensor:
+    """Run a layer's profile run; return its output, which is zero."""
+    shape = (1, impl.num_heads, impl.head_size)
+    x = torch.full(shape, 7, dtype=impl.runner.shape.dtype, device=DEVICE)
+    return impl.forward(None, x, x, x, None, None, x)
+
+
+def reserve(*impls: AttentionImpl) -> None:
+    """Run the profile run of layers; then the workspace must not grow."""
+    for impl in impls:
+        run_profile(impl)
+    lock_workspace()
 
 
 # By request: first and last positions of ranges whose tokens see each other.
@@ -320,7 +424,6 @@ class Batch:
         dtype = impl.runner.shape.dtype
         contexts = [context for _, context in requests]
         seq_lens = [query + context for query, context in requests]
-        num_tokens = sum(query for query, _ in requests)
         num_blocks = num_blocks_for(seq_lens, block_size)
         cache = new_cache(impl.runner.layout, num_blocks, impl.num_kv_heads, block_size)
         table = make_block_table(seq_lens, block_size)
@@ -329,32 +432,15 @@ class Batch:
             slots_of(table[row], context, seq_lens[row], block_size)
             for row, context in enumerate(contexts)
         ]
-        padding = torch.full((PADDING,), -1, device=DEVICE)
-        starts = torch.tensor([0, *(query for query, _ in requests)])
-        starts = starts.cumsum(0).int()
-        lens = torch.tensor(seq_lens, dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=lens.to(DEVICE),
-            num_reqs=len(requests),
-            num_actual_tokens=num_tokens,
-            max_query_len=max(query for query, _ in requests),
-            max_seq_len=max(seq_lens),
-            block_table_tensor=table,
-            slot_mapping=torch.cat([*slots, padding]),
-            seq_lens_cpu_upper_bound=lens,
-        )
-        rows = num_tokens + PADDING
-        return Batch(
-            cache,
-            table,
-            common,
-            gaussian(rows, impl.num_heads, HEAD_SIZE, dtype=dtype, seed=1),
-            gaussian(rows, impl.num_kv_heads, HEAD_SIZE, dtype=dtype, seed=2),
-            gaussian(rows, impl.num_kv_heads, HEAD_SIZE, dtype=dtype, seed=3),
-            requests,
-        )
+        slots.append(torch.full((PADDING,), -1, device=DEVICE))
+        query_lens = [query for query, _ in requests]
+        common = make_common(query_lens, seq_lens, table, torch.cat(slots))
+        heads = (impl.num_heads, impl.num_kv_heads, impl.num_kv_heads)
+        vectors = [
+            gaussian(len(common.slot_mapping), h, impl.head_size, dtype=dtype, seed=i)
+            for i, h in enumerate(heads, 1)
+        ]
+        return Batch(cache, table, common, *vectors, requests)
 
     def free_hidden_blocks(self, sliding_window: int) -> None:
         """Replace blocks that no query token sees in the runner's table by another one.
@@ -370,10 +456,17 @@ class Batch:
             seen[row, : first // block_size] = unused
         self.common.block_table_tensor = seen
 
+    def build(self, config: VllmConfig, impl: TurboAttentionImpl) -> TurboMetadata:
+        """The metadata that a new builder of the layer makes of the batch."""
+        return make_builder(config, impl).build(0, self.common)
+
     def run(
-        self, impl: TurboAttentionImpl, metadata: TurboMetadata, path: str
+        self,
+        impl: TurboAttentionImpl,
+        metadata: TurboMetadata,
+        path: str | None = None,
     ) -> torch.Tensor:
-        """The output of a forward pass by one path, (T, Hq, D).
+        """The output of a forward pass, (T, Hq, D); path "torch" takes no kernels.
 
         Padded rows must stay as they were.
         """
@@ -389,6 +482,43 @@ class Batch:
         impl.runner.kernels = kernels
         assert (output[num_tokens:] == 7).all()
         return output[:num_tokens]
+
+    def serve(self, impl: TurboAttentionImpl, metadata: TurboMetadata) -> torch.Tensor:
+        """Run a forward pass and check its output, which is returned."""
+        output = self.run(impl, metadata)
+        self.check(impl, output, self.common.mm_req_doc_ranges)
+        return output
+
+    def check_padded(self, impl: TurboAttentionImpl, metadata: TurboMetadata) -> None:
+        """Run a forward pass of all rows; the rows of padding must be zero."""
+        output = torch.full_like(self.query, 7)
+        impl.forward(
+            None, self.query, self.key, self.value, self.cache, metadata, output
+        )
+        num_tokens = self.common.num_actual_tokens
+        assert (output[num_tokens:] == 0).all()
+        self.check(impl, output[:num_tokens])
+
+    def hide_drafts(self, num_decodes: int) -> CommonAttentionMetadata:
+        """The metadata of a host that knows only upper bounds of decodes' lengths."""
+        upper_bound = self.common.seq_lens_cpu_upper_bound.clone()
+        upper_bound[:num_decodes] += 7
+        return self.common.replace(seq_lens_cpu_upper_bound=upper_bound)
+
+    def check_fails_without(
+        self, impl: TurboAttentionImpl, output: torch.Tensor, rule: str
+    ) -> None:
+        """Check that the check tells a rule for scores, an attribute of the runner, or
+        the ranges.
+        """
+        with pytest.MonkeyPatch.context() as patch:
+            ranges = self.common.mm_req_doc_ranges
+            if rule == "ranges":
+                ranges = None
+            else:
+                patch.setattr(impl.runner, rule, None)
+            with pytest.raises(AssertionError, match="allowed"):
+                self.check(impl, output, ranges)
 
     def check(
         self,
@@ -439,41 +569,57 @@ class Batch:
                 own = self.key[part].float()
                 key = torch.cat([key, own - without.to(own.device)])
                 value = torch.cat([value, self.value[part].float()])
-            query, target = self.query[part], None
             own_ranges = (ranges or {}).get(row, [])
             options["spans"] = [(first, last + 1) for first, last in own_ranges]
             # A range with one token of the step has no later token for a query.
             newest = context + num_queries - 1
-            is_prefilled = any(
+            is_prefilled = row >= num_rotated or any(
                 min(last, newest) > max(first, context) for first, last in own_ranges
             )
-            if row < num_rotated and not is_prefilled:
-                rotated = reference.rotate(query)
-                if is_rounded:
-                    rotated = reference.round_query(rotated)
-                rounded = reference.inverse_rotate(rotated)
-                num_newest = num_queries if raw else 0
-                target = attention_of_rounded(
-                    rounded,
-                    query,
-                    key,
-                    value,
-                    num_newest,
-                    SCALE,
-                    part_of_key,
-                    **options,
-                )
-            assert_by_2x_rule(
+            num_newest = num_queries if raw else 0
+            check_request(
                 output[part],
-                query,
+                self.query[part],
                 key,
                 value,
-                SCALE,
+                impl.scale,
                 impl.runner.shape.dtype,
-                True,
-                target,
+                None if is_prefilled else num_newest,
+                is_rounded,
+                part_of_key,
                 **options,
             )
+
+
+def check_requests(
+    config: VllmConfig,
+    impl: TurboAttentionImpl,
+    requests: list[tuple[int, int]],
+    ranges: Ranges | None = None,
+    rule: str | None = None,
+) -> TurboMetadata:
+    """Serve requests in a new cache and check each one's output.
+
+    Args:
+        config: The engine's configuration.
+        impl: The layer's implementation.
+        requests: Query length and context length of each request.
+        ranges: Ranges of tokens that see each other.
+        rule: A rule without which the check must fail.
+
+    Returns:
+        The metadata that the builder made.
+
+    """
+    batch = Batch.make(impl, requests)
+    batch.common.mm_req_doc_ranges = ranges
+    if impl.runner.sliding_window is not None:
+        batch.free_hidden_blocks(impl.runner.sliding_window)
+    metadata = batch.build(config, impl)
+    output = batch.serve(impl, metadata)
+    if rule is not None:
+        batch.check_fails_without(impl, output, rule)
+    return metadata
 
 
 def set_path(impl: TurboAttentionImpl, path: str) -> None:
@@ -496,104 +642,3 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
         runner.kernels = cuda_kernels(runner.layout) if is_cuda else triton_kernels()
     if not ON_GPU:
         runner.flash_attn = partial(flash_attn_stand_in)
-
-
-def flash_attn_of_gpu(head_size: int) -> Callable[..., Any] | None:
-    """The result of ``get_flash_attn`` on a GPU; None without one. The test is skipped
-    if vLLM picks a version that needs a package that is not installed.
-    """
-    found = get_flash_attn(head_size) if ON_GPU else None
-    version = getattr(found, "keywords", {}).get("fa_version")
-    if version == 4 and find_spec("cutlass") is None:
-        pytest.skip("FlashAttention 4 needs the package nvidia-cutlass-dsl")
-    return found
-
-
-# Rows of K and V that FlashAttention loads at a time.
-FLASH_ATTN_TILE = 128
-
-
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    hidden: torch.Tensor,
-    logits_soft_cap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference.attention``, with any mask ``hidden``, (Q, T) bool."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = torch.einsum("qhd,thd->hqt", query, key) * scale
-    if logits_soft_cap is not None:
-        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-    scores = scores.masked_fill(hidden.to(scores.device), -math.inf)
-    output = torch.einsum("hqt,thd->qhd", torch.softmax(scores, -1), value)
-    return output, torch.logsumexp(scores, -1).T
-
-
-def flash_attn_stand_in(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    return_softmax_lse: bool = False,
-    window_size: list[int] | None = None,
-    softcap: float = 0.0,
-    lse_of_none: float = math.inf,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention's varlen function in PyTorch, with the arguments that turbo gives.
-
-    Args:
-        lse_of_none: LSE of a sequence without keys. Its output is zero.
-
-    Returns:
-        ``out`` and the LSE, (Hq, T) fp32.
-
-    """
-    sliding_window, left = None, -1
-    if window_size is not None:
-        left, right = window_size
-        assert left >= 0 and right == (0 if causal else -1)
-        if causal:
-            sliding_window = left + 1
-    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
-    assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
-    lse = torch.full((q.shape[1], q.shape[0]), lse_of_none, device=q.device)
-    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for row in range(len(bounds_q) - 1):
-        queries = slice(bounds_q[row], bounds_q[row + 1])
-        keys = slice(bounds_k[row], bounds_k[row + 1])
-        if keys.start == keys.stop:
-            out[queries] = 0
-            continue
-        operands = [x.float() for x in (q[queries], k[keys], v[keys])]
-        if causal or left < 0:
-            result, row_lse = reference.attention(
-                *operands,
-                softmax_scale,
-                causal,
-                sliding_window,
-                logits_soft_cap=softcap or None,
-            )
-        else:
-            num_queries, num_keys = (len(x) for x in operands[:2])
-            first = torch.arange(num_queries) + num_keys - num_queries - left
-            hidden = torch.arange(num_keys) < first[:, None]
-            result, row_lse = masked_attention(
-                *operands, softmax_scale, hidden, softcap or None
-            )
-        out[queries] = result.to(out.dtype)
-        lse[:, queries] = row_lse.T
-        # The tile's other rows are another sequence's. Their weight is 0, so that a NaN
-        # or Inf in them reaches the output, as on a GPU.
-        others = v[keys.stop : keys.stop + FLASH_ATTN_TILE].float()
-        nothing = (0.0 * others).sum(0).repeat_interleave(q.shape[1] // v.shape[1], 0)
-        out[queries] += nothing.to(out.dtype)
-    return out, lse

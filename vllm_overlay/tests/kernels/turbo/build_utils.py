@@ -2,10 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Stand-ins for FlashInfer's JIT and for a GPU, for tests of builds."""
 
-import logging
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +13,7 @@ import torch
 
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.ops.turbo import choose as kernels
-from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
-from vllm.v1.attention.ops.turbo.cuda import module_builds
 
 DEVICE = torch.device("cuda", 0)
 # The limit of processes that take a moment on an idle machine.
@@ -123,25 +118,6 @@ def set_platform(
         "has_device_capability",
         lambda number, *_, **__: capability and capability.to_int() >= number,
     )
-
-
-def record_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Record the level and text of each message that is logged, repeats included."""
-    records: list[tuple[int, str]] = []
-
-    def recorder(level: int) -> Callable[..., None]:
-        return lambda text, *args, **_: records.append((level, text % args))
-
-    for logger in (
-        kernels.logger,
-        module_builds.logger,
-        cuda_build.logger,
-        cuda_built.logger,
-    ):
-        for name, level in (("info", logging.INFO), ("warning", logging.WARNING)):
-            monkeypatch.setattr(logger, name, recorder(level))
-            monkeypatch.setattr(logger, f"{name}_once", recorder(level), raising=False)
-    return records
 
 
 def no_flashinfer(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:

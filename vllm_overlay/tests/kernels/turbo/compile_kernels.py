@@ -96,7 +96,7 @@ def parse_resources(text: str) -> Resources:
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if not registers or len(spills) < len(registers):
-        raise CompileError(f"what ptxas says is not understood:\n{text}")
+        raise CompileError(f"the output of ptxas is not understood:\n{text}")
     if "instructions are serialized" in text:
         raise CompileError(f"products of warpgroups do not overlap:\n{text}")
     return Resources(max(registers), max(int(a) + int(b) for a, b in spills))
@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for the libraries: an archive has those of former runs, too",
+        help="folder of libraries, which also keeps those of former runs",
     )
     parser.add_argument(
         "--arch",

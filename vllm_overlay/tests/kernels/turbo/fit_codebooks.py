@@ -69,7 +69,7 @@ def gaussian_vectors(num_vectors: int, seed: int = 0) -> torch.Tensor:
     return codec.from_groups(torch.randn(shape, generator=generator))
 
 
-def of_levels(bits: int, magnitudes: torch.Tensor) -> Codebook:
+def codebook_of(bits: int, magnitudes: torch.Tensor) -> Codebook:
     """A codebook to encode with, without the coefficients for kernels."""
     return Codebook(bits, tuple(magnitudes.tolist()), (0.0, 0.0))
 
@@ -119,7 +119,7 @@ def fit_levels(
     odd = torch.cat([-basis.flip(0), basis])
     grouped = codec.by_group(x).double().flatten()
     for _ in range(rounds):
-        codebook = of_levels(bits, basis @ weights)
+        codebook = codebook_of(bits, basis @ weights)
         index, scale_codes = quantize(x, codebook)
         scale = codec.scale_values(scale_codes).double()[..., None]
         features = odd[codec.by_group(index).long()] * scale[..., None]
@@ -223,7 +223,7 @@ def fit_keys(
     tables = key_tables(fit_cubic(x, 4))
 
     def error(x: torch.Tensor, table: tuple[int, ...], bits: int) -> float:
-        return quality(x, of_levels(bits, table_levels(table))).error
+        return quality(x, codebook_of(bits, table_levels(table))).error
 
     part = x[: len(x) // 8]
     close = sorted(tables, key=lambda table: error(part, table, 4))[:NUM_CLOSE]
@@ -245,7 +245,7 @@ def main() -> None:
             ("values", values[0] * v + values[1] * v**2),
             ("free", fit_free(x, bits)),
         ):
-            found = quality(others, of_levels(bits, levels))
+            found = quality(others, codebook_of(bits, levels))
             print(
                 f"{bits} bits, {name}: error {found.error:.5f}, "
                 f"gain {1 / found.slope:.5f}, unbiased {found.unbiased_error:.5f}",

@@ -20,7 +20,7 @@ from vllm.v1.attention.ops.turbo.reference import inverse_rotate
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.worker.utils import customize_attention_spec
 
-from .backend_utils import make_vllm_config
+from .backend_utils import make_common, make_vllm_config
 from .latent_utils import latent_cache
 from .utils import DEVICE, gaussian, make_block_table, num_blocks_for, slots_of
 
@@ -172,25 +172,13 @@ class MLABatch:
             for row, request in enumerate(requests)
         ]
         query_lens = [query_len for query_len, _ in padded]
-        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         # Each padded request has as many rows of padding as the longest request has.
         num_padding = padding * max(query_lens)
-        num_tokens = int(starts[-1]) + num_padding
+        num_tokens = sum(query_lens) + num_padding
         own = [x[context:] for (_, context), x in zip(requests, slots)]
         own.append(torch.full((num_padding,), -1, device=DEVICE))
-        lengths = torch.tensor(seq_lens, dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=lengths.to(DEVICE),
-            num_reqs=len(padded),
-            num_actual_tokens=num_tokens,
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
-            block_table_tensor=table,
-            slot_mapping=torch.cat(own),
-            seq_lens_cpu_upper_bound=lengths,
-        )
+        common = make_common(query_lens, seq_lens, table, torch.cat(own))
+        common = common.replace(num_actual_tokens=num_tokens)
         kv_c, k_pe = (
             torch.cat(
                 [

@@ -85,7 +85,9 @@ class RankGroup:
 
     Attributes:
         world_size: Number of ranks.
-        rank_in_group: This rank's number.
+        rank: This rank's number.
+        rank_in_group: The same number.
+        is_first_rank: Whether the number is 0.
         num_collectives: Number of collectives so far.
 
     """
@@ -93,7 +95,8 @@ class RankGroup:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks = ranks
         self.world_size = ranks.size
-        self.rank_in_group = rank
+        self.rank = self.rank_in_group = rank
+        self.is_first_rank = rank == 0
         self.device_group = self
         self.num_collectives = 0
 

@@ -23,7 +23,6 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -31,7 +30,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import (
-    TurboAttentionImpl,
     TurboMetadataBuilder,
     get_turbo_backend_path,
 )
@@ -47,6 +45,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
+from .backend_utils import make_layer
 from .utils import DEVICE
 
 
@@ -122,18 +121,6 @@ SELECTIONS = {
     ),
     "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "cross. attention"),
 }
-
-
-def make_impl(config: VllmConfig, **changes) -> TurboAttentionImpl:
-    arguments = dict(
-        num_heads=4,
-        head_size=64,
-        scale=0.125,
-        num_kv_heads=2,
-        kv_cache_dtype="turbo4",
-    )
-    with set_current_vllm_config(config):
-        return TurboAttentionImpl(**(arguments | changes))
 
 
 IMPL_ARGUMENTS = {
@@ -322,25 +309,6 @@ def multi_config(config: VllmConfig, *names: str) -> VllmConfig:
     return transfer_config(
         config, "MultiConnector", kv_connector_extra_config={"connectors": children}
     )
-
-
-def make_layer(config: VllmConfig, **changes) -> Attention:
-    """A layer as models make it."""
-    arguments = dict(
-        num_heads=4,
-        head_size=64,
-        scale=0.125,
-        num_kv_heads=2,
-        cache_config=config.cache_config,
-    )
-    prefix = f"layers.{len(config.compilation_config.static_forward_context)}.attn"
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(config):
-            return Attention(**(arguments | {"prefix": prefix} | changes))
-    finally:
-        torch.set_default_dtype(default)
 
 
 def share_with_skipped(config: VllmConfig, skipped: int) -> None:

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The backend: metadata of mixed batches, both forward paths, workspace."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,27 +23,29 @@ from .backend_utils import (
     BATCHES,
     BLOCK_SIZE,
     HEAD_SIZE,
-    KERNELS,
-    NUM_HEADS,
     NUM_KV_HEADS,
     PADDING,
     Batch,
     all_batches,
     all_paths,
+    check_requests,
     kernel_paths,
     make_builder,
+    make_common,
     make_impl,
     make_vllm_config,
+    pad_to_graph,
     prefill_modes,
-    set_path,
+    reserve,
+    run_profile,
     set_scratch,
     with_drafts,
 )
 from .utils import (
-    BF16,
     DEVICE,
     FP16,
     ON_GPU,
+    model_dtypes,
     new_cache,
     packings,
     requires_triton,
@@ -53,55 +53,41 @@ from .utils import (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@requires_triton
 @all_batches
 @prefill_modes
-@pytest.mark.parametrize("path", ["torch", *KERNELS])
+@all_paths
 def test_batches(folder, requests, mode, path, monkeypatch):
     """Mixed batches, whose context is cut into pieces of 128 tokens."""
     set_scratch(monkeypatch, piece_tokens=128)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
-    impl = make_impl(config)
+    impl = make_impl(config, path=path)
     assert impl.runner.prefill_limits.piece_tokens == 128
-    set_path(impl, path)
     batch = Batch.make(impl, requests)
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(config, impl)
     num_decodes = sum(num_queries == 1 for num_queries, _ in requests)
     assert metadata.num_decodes == num_decodes
     num_extends = sum(each.num_requests for each in metadata.extends)
     assert (metadata.prefill is None) == (num_decodes + num_extends == len(requests))
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
 
 
-@requires_triton
 @packings
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@model_dtypes
 @all_paths
 def test_presets(folder, name, dtype, path):
     config = make_vllm_config(folder, name, dtype)
-    impl = make_impl(config)
-    set_path(impl, path)
-    batch = Batch.make(impl, BATCHES["mixed"])
-    metadata = make_builder(config, impl).build(0, batch.common)
-    batch.check(impl, batch.run(impl, metadata, path))
+    impl = make_impl(config, path=path)
+    check_requests(config, impl, BATCHES["mixed"])
 
 
-@requires_triton
 @kernel_paths
 def test_paths_store_the_same_bytes(folder, path):
     config = make_vllm_config(folder)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     caches = []
     for each in ("torch", path):
         batch = Batch.make(impl, BATCHES["mixed"])
-        metadata = make_builder(config, impl).build(0, batch.common)
-        batch.run(impl, metadata, each)
+        batch.run(impl, batch.build(config, impl), each)
         caches.append(batch.cache)
     assert torch.equal(caches[0], caches[1])
     num_tokens = batch.common.num_actual_tokens
@@ -121,7 +107,7 @@ def test_forward_takes_the_path_of_the_device(folder):
     config = make_vllm_config(folder)
     impl = make_impl(config)
     batch = Batch.make(impl, BATCHES["mixed"])
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(config, impl)
     output = torch.full_like(batch.query, 7)
     result = impl.forward(
         None, batch.query, batch.key, batch.value, batch.cache, metadata, output
@@ -133,37 +119,17 @@ def test_forward_takes_the_path_of_the_device(folder):
     assert torch.equal(output[:num_tokens], expected)
 
 
-@requires_triton
 @kernel_paths
 def test_padded_decodes(folder, path):
     """A CUDA graph of a larger batch pads with requests of length 0 and slot -1."""
     config = make_vllm_config(folder)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     batch = Batch.make(impl, [(1, 31), (1, 64)])
-    common, num_padded = batch.common, 2 + PADDING
-    starts = torch.arange(num_padded + 1, dtype=torch.int32)
-    table = torch.zeros(num_padded, common.block_table_tensor.shape[1]).int()
-    table[:2] = common.block_table_tensor
-    lens = torch.tensor([32, 65] + [0] * PADDING, dtype=torch.int32)
-    padded = common.replace(
-        query_start_loc=starts.to(DEVICE),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.to(DEVICE),
-        seq_lens_cpu_upper_bound=lens,
-        num_reqs=num_padded,
-        num_actual_tokens=num_padded,
-        block_table_tensor=table.to(DEVICE),
-    )
-    builder = make_builder(config, impl)
-    metadata = builder.build(0, padded)
+    num_padded = 2 + PADDING
+    padded = pad_to_graph(batch.common, num_padded, num_padded, query_len=1)
+    metadata = make_builder(config, impl).build(0, padded)
     assert metadata.num_decodes == num_padded and metadata.prefill is None
-    output = torch.full_like(batch.query, 7)
-    impl.forward(
-        None, batch.query, batch.key, batch.value, batch.cache, metadata, output
-    )
-    assert (output[2:] == 0).all()
-    batch.check(impl, output[:2])
+    batch.check_padded(impl, metadata)
 
 
 def test_builder_interface(folder):
@@ -185,7 +151,6 @@ def test_builder_interface(folder):
     assert TurboAttentionBackend.get_impl_cls() is TurboAttentionImpl
 
 
-@requires_triton
 @prefill_modes
 @pytest.mark.parametrize("num_drafts", [0, 2] if ON_GPU else [2])
 @kernel_paths
@@ -202,13 +167,10 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
     )
     if num_drafts:
         with_drafts(config, num_drafts)
-    impl = make_impl(config)
+    impl = make_impl(config, path=path)
     impl.runner.num_sms = 4  # for several splits a sequence, on a CPU too
-    set_path(impl, path)
     builder = make_builder(config, impl)
-    output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
-    assert impl.forward(None, output, output, output, None, None, output) is output
-    assert (output == 0).all()
+    assert (run_profile(impl) == 0).all()
     (reserved,) = current_workspace_manager()._current_workspaces
     assert reserved is not None
     # The workspace rounds each of its few parts up to a multiple of 256 bytes.
@@ -224,8 +186,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
         *([[(3, 40)] * 4, [(1, 9), (3, 40), (2, 9)]] if num_drafts else []),
     ):
         batch = Batch.make(impl, requests)
-        metadata = builder.build(0, batch.common)
-        batch.check(impl, batch.run(impl, metadata, path))
+        batch.serve(impl, builder.build(0, batch.common))
 
 
 @requires_triton
@@ -236,47 +197,32 @@ def test_profile_run_asks_the_chosen_kernels(folder, monkeypatch):
     config = make_vllm_config(
         folder, dtype=FP16, max_num_seqs=4, max_num_batched_tokens=8
     )
-    impl = make_impl(config)
+    impl = make_impl(config, path="triton")
     made = []
     monkeypatch.setattr(
         TritonKernels, "make_matrices", lambda self, *args: made.append(args)
     )
-    set_path(impl, "triton")
     impl.runner.kernels = TritonKernels(num_decode_splits=lambda *args: 64)
     builder = make_builder(config, impl)
-    output = torch.empty(4, NUM_HEADS, HEAD_SIZE, device=DEVICE)
-    impl.forward(None, output, output, output, None, None, output)
-    assert made == [(HEAD_SIZE, output.device)]
-    lock_workspace()
+    reserve(impl)
+    ((size, device),) = made
+    assert size == HEAD_SIZE and device.type == DEVICE.type
     batch = Batch.make(impl, [(1, 40)] * 4)
-    metadata = builder.build(0, batch.common)
-    batch.check(impl, batch.run(impl, metadata, "triton"))
+    batch.serve(impl, builder.build(0, batch.common))
 
 
-@requires_triton
 @kernel_paths
 def test_batch_of_one_step_after_another(folder, path):
     """A sequence prefilled in two chunks and then decoded sees all its tokens."""
     config = make_vllm_config(folder, dtype=FP16, turbo_prefill="stored")
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     builder = make_builder(config, impl)
     whole = Batch.make(impl, [(40, 0)])
     table = whole.common.block_table_tensor
     outputs = []
     for begin, end in ((0, 17), (17, 39), (39, 40)):
-        starts = torch.tensor([0, end - begin], dtype=torch.int32)
-        lens = torch.tensor([end], dtype=torch.int32)
-        common = whole.common.replace(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=lens.to(DEVICE),
-            seq_lens_cpu_upper_bound=lens,
-            num_actual_tokens=end - begin,
-            max_query_len=end - begin,
-            max_seq_len=end,
-            slot_mapping=slots_of(table[0], begin, end, BLOCK_SIZE),
-        )
+        slots = slots_of(table[0], begin, end, BLOCK_SIZE)
+        common = make_common([end - begin], [end], table, slots)
         q, k, v = (x[begin:end] for x in (whole.query, whole.key, whole.value))
         output = torch.full_like(q, 7)
         metadata = builder.build(0, common)
@@ -293,20 +239,18 @@ def test_batch_of_one_step_after_another(folder, path):
     assert torch.equal(whole.cache, expected)
 
 
-@requires_triton
 @prefill_modes
 @kernel_paths
 def test_forward_plans_nothing(folder, mode, path, monkeypatch):
     """The builder plans for each shape of layer; ``forward`` only allots scratch."""
     config = make_vllm_config(folder, "turbo4", FP16, mode)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     batch = Batch.make(impl, BATCHES["mixed"])
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(config, impl)
     assert list(metadata.decode_plans) == [impl.runner.shape]
     assert metadata.decode_scratch == {}
     for name in ("plan", "_call", "_cuts"):
         monkeypatch.delattr(DecodePlanner, name)
     monkeypatch.delattr(PrefillPlanner, "plan")
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
     assert list(metadata.decode_scratch) == [impl.runner.shape]

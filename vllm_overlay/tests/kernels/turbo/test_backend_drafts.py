@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The backend with requests that bring drafts to verify."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,14 +20,15 @@ from .backend_utils import (
     all_paths,
     kernel_paths,
     make_builder,
+    make_common,
     make_impl,
     make_vllm_config,
+    pad_to_graph,
     prefill_modes,
-    set_path,
     with_drafts,
 )
 from .refusal_cases import speculative_config
-from .utils import DEVICE, FP16, cache_spec, requires_triton
+from .utils import DEVICE, FP16, cache_spec
 
 # (query length, context length) of each request, decodes first. A request brings two
 # drafts at most.
@@ -42,38 +41,26 @@ SPECULATIVE_BATCHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@requires_triton
 @pytest.mark.parametrize("name", SPECULATIVE_BATCHES)
 @prefill_modes
 @all_paths
 def test_batches_with_drafts(folder, name, mode, path):
     """Requests with drafts are decodes: the host does not know their exact lengths."""
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     requests = SPECULATIVE_BATCHES[name]
     batch = Batch.make(impl, requests)
     query_lens = [query_len for query_len, _ in requests if query_len <= 3]
     num_decodes = len(query_lens)
-    assert batch.common.seq_lens_cpu_upper_bound is not None
-    upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
-    upper_bound[:num_decodes] += 7
-    common = batch.common.replace(seq_lens_cpu_upper_bound=upper_bound)
-    metadata = make_builder(config, impl).build(0, common)
+    metadata = make_builder(config, impl).build(0, batch.hide_drafts(num_decodes))
     assert metadata.num_decodes == num_decodes
     assert metadata.num_decode_tokens == sum(query_lens)
     num_extends = sum(extend.num_requests for extend in metadata.extends)
     assert (metadata.prefill is None) == (num_decodes + num_extends == len(requests))
     assert (metadata.decode_start_loc is None) == (len(set(query_lens)) <= 1)
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
 
 
-@requires_triton
 @prefill_modes
 @kernel_paths
 def test_padded_drafts(folder, mode, path):
@@ -81,56 +68,30 @@ def test_padded_drafts(folder, mode, path):
     the number of tokens includes theirs.
     """
     config = with_drafts(make_vllm_config(folder, turbo_prefill=mode), PADDING - 1)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     batch = Batch.make(impl, [(PADDING, 31), (PADDING, 64)])
-    common = batch.common
-    starts = torch.tensor([0, PADDING, 2 * PADDING, 2 * PADDING], dtype=torch.int32)
-    table = torch.zeros(3, common.block_table_tensor.shape[1]).int()
-    table[:2] = common.block_table_tensor
-    lens = torch.tensor([31 + PADDING, 64 + PADDING, 0], dtype=torch.int32)
-    padded = common.replace(
-        query_start_loc=starts.to(DEVICE),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.to(DEVICE),
-        seq_lens_cpu_upper_bound=lens,
-        num_reqs=3,
-        num_actual_tokens=3 * PADDING,
-        block_table_tensor=table.to(DEVICE),
-    )
+    padded = pad_to_graph(batch.common, 3, 3 * PADDING)
     metadata = make_builder(config, impl).build(0, padded)
     assert metadata.num_decodes == 3 and metadata.num_decode_tokens == 3 * PADDING
     assert metadata.decode_query_len == PADDING and metadata.decode_start_loc is None
-    output = torch.full_like(batch.query, 7)
-    impl.forward(
-        None, batch.query, batch.key, batch.value, batch.cache, metadata, output
-    )
-    num_tokens = 2 * PADDING
-    assert (output[num_tokens:] == 0).all()
-    batch.check(impl, output[:num_tokens])
+    batch.check_padded(impl, metadata)
 
 
-@requires_triton
 @kernel_paths
 def test_padding_alone(folder, path):
     """A rank without requests runs padding beside ranks that have requests."""
     config = with_drafts(make_vllm_config(folder))
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     batch = Batch.make(impl, [(3, 0)])
-    nothing = torch.zeros(4, dtype=torch.int32)
-    padding = batch.common.replace(
-        query_start_loc=nothing.to(DEVICE),
-        query_start_loc_cpu=nothing,
-        seq_lens=nothing[:3].to(DEVICE),
-        seq_lens_cpu_upper_bound=nothing[:3],
-        num_reqs=3,
-        block_table_tensor=batch.common.block_table_tensor.expand(3, -1).contiguous(),
-        slot_mapping=torch.full_like(batch.common.slot_mapping, -1),
+    common, none = batch.common, [0] * 3
+    table = common.block_table_tensor.expand(3, -1).contiguous()
+    slots = torch.full_like(common.slot_mapping, -1)
+    padding = make_common(none, none, table, slots).replace(
+        num_actual_tokens=3, max_query_len=3, max_seq_len=3
     )
     before = batch.cache.clone()
     metadata = make_builder(config, impl).build(0, padding)
-    output = batch.run(impl, metadata, path)
+    output = batch.run(impl, metadata)
     assert (output == 0).all() and torch.equal(batch.cache, before)
 
 
@@ -151,7 +112,6 @@ def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
     return config
 
 
-@requires_triton
 @pytest.mark.parametrize("name", ADAPTIVE_BATCHES)
 @prefill_modes
 @all_paths
@@ -162,24 +122,17 @@ def test_query_lens_of_the_device(folder, name, mode, path):
     requests, host_lens = ADAPTIVE_BATCHES[name]
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     config = with_adaptive_verification(config)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     batch = Batch.make(impl, requests)
     host_starts = torch.tensor([0, *host_lens]).cumsum(0).int()
     num_decodes = sum(length <= 3 for length in host_lens)
-    assert batch.common.seq_lens_cpu_upper_bound is not None
-    upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
-    upper_bound[:num_decodes] += 7
-    common = batch.common.replace(
-        query_start_loc_cpu=host_starts, seq_lens_cpu_upper_bound=upper_bound
-    )
+    common = batch.hide_drafts(num_decodes).replace(query_start_loc_cpu=host_starts)
     assert common.max_query_len >= 3
     metadata = make_builder(config, impl).build(0, common)
     assert metadata.num_decodes == num_decodes
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
 
 
-@requires_triton
 @prefill_modes
 @kernel_paths
 def test_replay_of_other_query_lens(folder, mode, path):
@@ -188,25 +141,14 @@ def test_replay_of_other_query_lens(folder, mode, path):
     Only tensors on the device change between capture and replay.
     """
     config = with_adaptive_verification(make_vllm_config(folder, turbo_prefill=mode))
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     num_captured = 6
     batch = Batch.make(impl, [(3, 31), (1, 64)])
     common = batch.common
-    starts = torch.arange(num_captured + 1, dtype=torch.int32)
-    table = torch.zeros(num_captured, common.block_table_tensor.shape[1]).int()
+    ones, width = [1] * num_captured, common.block_table_tensor.shape[1]
+    table = torch.zeros(num_captured, width, dtype=torch.int32, device=DEVICE)
     slots = torch.full((num_captured,), -1).to(common.slot_mapping)
-    capture = common.replace(
-        query_start_loc=starts.to(DEVICE),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.ones(num_captured, dtype=torch.int32, device=DEVICE),
-        seq_lens_cpu_upper_bound=torch.ones(num_captured, dtype=torch.int32),
-        num_reqs=num_captured,
-        num_actual_tokens=num_captured,
-        max_query_len=3,
-        block_table_tensor=table.to(DEVICE),
-        slot_mapping=slots,
-    )
+    capture = make_common(ones, ones, table, slots).replace(max_query_len=3)
     builder = make_builder(config, impl)
     spec = builder.kv_cache_spec
     assert builder.get_varlen_cudagraph_max_query_len(config, spec) == 3
@@ -224,14 +166,12 @@ def test_replay_of_other_query_lens(folder, mode, path):
     batch.check(impl, output[:num_tokens])
 
 
-@requires_triton
 @prefill_modes
 @kernel_paths
 def test_next_step_of_a_drafter(folder, mode, path):
     """A drafter builds metadata once, and changes tensors in it between steps."""
     config = with_drafts(make_vllm_config(folder, turbo_prefill=mode))
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     batch = Batch.make(impl, [(1, 31), (1, 64), (1, 0)])
     common = batch.common
     first = common.replace(
@@ -243,7 +183,7 @@ def test_next_step_of_a_drafter(folder, mode, path):
     first.seq_lens.add_(1)
     first.slot_mapping.add_(1)
     builder.update_draft_decode_metadata(metadata)
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +195,7 @@ def test_next_step_of_a_drafter(folder, mode, path):
         ("draft_model", True, 5, 7),
     ],
 )
-def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
+def test_decodes_of_a_drafter(folder, method, parallel, own, drafts):
     """A drafter's first pass has more tokens than the step. Requests with drafts must
     stay decodes then, because the host has no exact lengths of them.
     """
@@ -278,7 +218,6 @@ def test_what_decodes_in_a_drafter(folder, method, parallel, own, drafts):
     assert impl.runner.max_query_len == drafts
 
 
-@requires_triton
 @prefill_modes
 @all_paths
 def test_first_pass_of_a_draft_model(folder, mode, path):
@@ -286,16 +225,11 @@ def test_first_pass_of_a_draft_model(folder, mode, path):
     config = make_vllm_config(folder, "turbo4", FP16, mode)
     config = speculative_config(config, "draft_model")
     add_layer(config, "layers.0.attn", is_draft=True)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     batch = Batch.make(impl, [(4, 31), (2, 64), (20, 0), (5, 40)])
-    assert batch.common.seq_lens_cpu_upper_bound is not None
-    upper_bound = batch.common.seq_lens_cpu_upper_bound.clone()
-    upper_bound[:2] += 7
-    common = batch.common.replace(seq_lens_cpu_upper_bound=upper_bound)
-    metadata = make_builder(config, impl).build(0, common)
+    metadata = make_builder(config, impl).build(0, batch.hide_drafts(2))
     assert metadata.num_decodes == 2 and metadata.decode_query_len == 4
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
 
 
 def test_non_causal_drafts(folder):

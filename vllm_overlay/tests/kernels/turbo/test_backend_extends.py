@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Extends: requests with few query tokens, which attend to packed context."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,20 +20,20 @@ from vllm.v1.attention.ops.turbo.planning.extend_limits import (
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import OWN_TILE_BYTES, LayerShape
-from vllm.v1.worker.workspace import lock_workspace
 
 from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
-    KERNELS,
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
     add_layer,
+    kernel_paths,
     make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
+    reserve,
     set_path,
 )
 from .utils import BF16, DEVICE, FP16, ON_GPU, cache_spec, requires_triton
@@ -55,11 +53,6 @@ BATCHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have extends as long as on a GPU without measurements, on any GPU."""
@@ -76,9 +69,8 @@ def give_extends(impl: TurboAttentionImpl, path: str) -> None:
         )
 
 
-@requires_triton
 @prefill_modes
-@pytest.mark.parametrize("path", KERNELS)
+@kernel_paths
 @pytest.mark.parametrize("requests, calls", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, calls, path, mode, monkeypatch):
     for name in ("MAX_CALL_TOKENS", "MAX_OUTPUT_CALL_TOKENS"):
@@ -87,11 +79,11 @@ def test_batches(folder, requests, calls, path, mode, monkeypatch):
     impl = make_impl(config)
     give_extends(impl, path)
     batch = Batch.make(impl, requests)
-    built = make_builder(config, impl).build(0, batch.common)
+    built = batch.build(config, impl)
     assert [(e.num_requests, e.query_len) for e in built.extends] == calls
     num_packed = built.num_decodes + sum(count for count, _ in calls)
     assert (built.prefill is None) == (num_packed == len(requests))
-    batch.check(impl, batch.run(impl, built, path))
+    batch.serve(impl, built)
 
 
 def test_plan():
@@ -181,8 +173,7 @@ def test_measured_extends(monkeypatch):
     assert max_extend_len(64, 4, 90, to_outputs=True) == MAX_EXTEND_LEN
 
 
-@requires_triton
-@pytest.mark.parametrize("path", KERNELS)
+@kernel_paths
 @pytest.mark.usefixtures("workspace")
 def test_profile_run_reserves_extends(folder, path, monkeypatch):
     config = make_vllm_config(
@@ -192,9 +183,7 @@ def test_profile_run_reserves_extends(folder, path, monkeypatch):
     impl.runner.num_sms = 4
     give_extends(impl, path)
     builder = make_builder(config, impl)
-    output = torch.full((48, NUM_HEADS, HEAD_SIZE), 7.0, device=DEVICE)
-    impl.forward(None, output, output, output, None, None, output)
-    lock_workspace()
+    reserve(impl)
     for requests in (
         [(32, 40)],
         [(12, 40)] * 4,
@@ -203,11 +192,11 @@ def test_profile_run_reserves_extends(folder, path, monkeypatch):
         batch = Batch.make(impl, requests)
         built = builder.build(0, batch.common)
         assert built.extends
-        batch.check(impl, batch.run(impl, built, path))
+        batch.serve(impl, built)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU has no kernels to choose")
-@pytest.mark.parametrize("path", KERNELS)
+@kernel_paths
 def test_builder_asks_the_kernels(folder, path):
     """The builder finds the layers' kernels from the configuration alone."""
     config = make_vllm_config(folder)

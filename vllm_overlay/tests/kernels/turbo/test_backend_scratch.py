@@ -3,7 +3,6 @@
 """Scratch memory: its bound, and batches that are cut into slices because of it."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,24 +16,23 @@ from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.layer import prefill_sources
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
-from vllm.v1.worker.workspace import lock_workspace
 
 from . import backend_utils
 from .backend_utils import (
     BATCHES,
-    HEAD_SIZE,
-    NUM_HEADS,
     Batch,
+    check_requests,
     kernel_paths,
     make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
-    set_path,
+    reserve,
     set_scratch,
     with_drafts,
 )
-from .utils import BF16, DEVICE, FP16, requires_triton
+from .flash_utils import no_flash_attn, no_kernel
+from .utils import BF16, FP16, requires_triton
 
 MIB = 2**20
 # Query heads, KV heads and head size of models without tensor parallelism.
@@ -47,19 +45,6 @@ SHAPES = [
 MOST_SMS = {80: 128, 86: 84, 89: 144, 90: 144, 100: 160, 120: 192}
 assert MOST_SMS.keys() == ARCHITECTURES.keys()
 STEPS = [(1, 2048), (96, 8192), (1024, 131072)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-def no_kernel(*args, **arguments) -> None:
-    """A stand-in for kernels, in tests that check only their arguments."""
-
-
-def no_flash_attn(q, **arguments):
-    return arguments["out"], torch.zeros(q.shape[1], q.shape[0], device=q.device)
 
 
 @requires_triton
@@ -152,20 +137,17 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     builder = make_builder(config, impl)
     generator = torch.Generator().manual_seed(0)
     num_slices = []
-    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
-    impl.forward(None, x, x, x, None, None, x)
-    lock_workspace()
+    reserve(impl)
     for _ in range(60):
         batch = Batch.make(impl, random_requests(generator, num_drafts, 16, 256))
         metadata = builder.build(0, batch.common)
         calls.append(0)
-        batch.run(impl, metadata, "kernels")
+        batch.run(impl, metadata)
         plan = metadata.prefill
         num_slices.append(0 if plan is None else len(plan.slices))
     assert max(calls) > 2 and max(num_slices) > 2
 
 
-@requires_triton
 @prefill_modes
 @kernel_paths
 @pytest.mark.parametrize("name", ["decodes", "mixed", "context of several pieces"])
@@ -177,31 +159,28 @@ def test_sliced_batches(folder, name, mode, path, monkeypatch):
     """
     set_scratch(monkeypatch, partials=8, slice_tokens=8, piece_tokens=64)
     config = make_vllm_config(folder, "turbo4", FP16, mode)
-    impl = make_impl(config)
+    impl = make_impl(config, path=path)
     impl.runner.num_sms = 4
-    set_path(impl, path)
     batch = Batch.make(impl, BATCHES[name])
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(config, impl)
     if metadata.prefill is not None and path == "triton":
         assert len(metadata.prefill.slices) > 1
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
     if name == "decodes" and path == "triton":
         (plan,) = metadata.decode_plans.values()
         assert len(plan.calls) == 2
 
 
-@requires_triton
 @prefill_modes
 @kernel_paths
 @pytest.mark.parametrize("lens", [(3, 3, 3), (3, 1, 2)], ids=["alike", "ragged"])
 def test_sliced_drafts(folder, lens, mode, path, monkeypatch):
     set_scratch(monkeypatch, partials=8)
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
-    impl = make_impl(config)
-    set_path(impl, path)
-    batch = Batch.make(impl, [(length, 30 + 7 * length) for length in lens])
-    metadata = make_builder(config, impl).build(0, batch.common)
+    impl = make_impl(config, path=path)
+    metadata = check_requests(
+        config, impl, [(length, 30 + 7 * length) for length in lens]
+    )
     assert metadata.num_decodes == 3
-    batch.check(impl, batch.run(impl, metadata, path))
     (plan,) = metadata.decode_plans.values()
     assert len(plan.calls) == 3

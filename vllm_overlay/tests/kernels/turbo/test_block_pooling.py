@@ -6,7 +6,6 @@ Voxtral Realtime's causal encoder has them. Its backend wraps the cache dtype's 
 """
 
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,24 +17,22 @@ from vllm.model_executor.models.whisper_causal import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
-from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.serving.startup import check_layer, describe_cache
 
 from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
-    KERNELS,
     NUM_HEADS,
     PADDING,
     SCALE,
     Batch,
+    all_paths,
     make_vllm_config,
     prefill_modes,
     set_path,
-    set_scratch,
     with_drafts,
 )
-from .utils import BF16, DEVICE, requires_triton
+from .utils import BF16, DEVICE
 
 POOL, NAME = 4, "encoder.layers.0.attn"
 # (query length, context length) in the request's tokens: decodes, streamed chunks, a
@@ -45,13 +42,6 @@ BATCHES = {
     "mixed": [(1, 7), (1, 30), (2, 9), (5, 12), (20, 3), (4, 0)],
     "first chunks": [(9, 0), (3, 0)],
 }
-paths = pytest.mark.parametrize("path", ["torch", *KERNELS])
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_scratch(monkeypatch, piece_tokens=64)
-    monkeypatch.setattr(planning, "LEAST_TOKENS", 48)
 
 
 def make_layer(
@@ -101,12 +91,11 @@ def make_batch(impl: TurboAttentionImpl, requests: list[tuple[int, int]]) -> Bat
     return Batch.make(impl, tokens, POOL * BLOCK_SIZE)
 
 
-@requires_triton
 @prefill_modes
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
-@paths
-def test_batches(tmp_path: Path, mode, requests, path):
-    config = make_vllm_config(tmp_path, turbo_prefill=mode)
+@all_paths
+def test_batches(folder, mode, requests, path):
+    config = make_vllm_config(folder, turbo_prefill=mode)
     layer = make_layer(config)
     impl = layer.impl
     set_path(impl, path)
@@ -116,17 +105,16 @@ def test_batches(tmp_path: Path, mode, requests, path):
     num_decodes = sum(length == 1 for length, _ in requests)
     assert metadata.num_decodes == num_decodes
     assert metadata.num_decode_tokens == POOL * num_decodes
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
 
 
-@requires_triton
 @pytest.mark.parametrize("drafts", [0, 2])
-@paths
-def test_decodes_by_lengths_of_the_device(tmp_path: Path, drafts, path):
+@all_paths
+def test_decodes_by_lengths_of_the_device(folder, drafts, path):
     """A replayed CUDA graph reads lengths from tensors on the device, not the lengths
     that the host had at the capture.
     """
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     if drafts:
         config = with_drafts(config, drafts)
     layer = make_layer(config)
@@ -143,12 +131,12 @@ def test_decodes_by_lengths_of_the_device(tmp_path: Path, drafts, path):
     columns = batch.table.shape[1]
     captured.common.block_table_tensor[:, :columns] = batch.table
     builder.build(0, requests_metadata(batch))
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, metadata)
 
 
-def test_spec(tmp_path: Path):
+def test_spec(folder):
     """A request's token has ``POOL`` slots, each with the usual number of bytes."""
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     layer = make_layer(config)
     check_layer(NAME, layer, config)
     spec = layer.get_attn_backend().customize_spec(layer.get_kv_cache_spec(config))
@@ -161,9 +149,9 @@ def test_spec(tmp_path: Path):
     assert " 3.76 times fewer" in told
 
 
-def test_limits_are_the_layers(tmp_path: Path):
+def test_limits_are_the_layers(folder):
     """Scratch is for the layer's tokens, and the window is compared in them."""
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     requests = config.model_config.max_model_len
     runner = make_layer(config, requests + 1).impl.runner
     assert runner.sliding_window == requests + 1
@@ -177,18 +165,18 @@ def test_limits_are_the_layers(tmp_path: Path):
     assert make_builder(config, layer).reorder_batch_threshold == 1
 
 
-def test_no_recent_window(tmp_path: Path):
+def test_no_recent_window(folder):
     """No recent window: its block would be in the request's tokens."""
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     config.attention_config.turbo_window = "auto"
     make_layer(config)
     assert list(config.compilation_config.static_forward_context) == [NAME]
 
 
 @pytest.mark.parametrize("skipped", ["0", "sliding_window"])
-def test_skipped_layers_are_refused(tmp_path: Path, skipped):
+def test_skipped_layers_are_refused(folder, skipped):
     """The backend is chosen before vLLM looks up the layer's own dtype."""
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     config.cache_config.kv_cache_dtype_skip_layers = [skipped]
     message = "--kv-cache-dtype turbo4 .*: pooled blocks of a layer in the model's"
     with pytest.raises(ValueError, match=message):

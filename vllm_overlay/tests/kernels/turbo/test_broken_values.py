@@ -19,14 +19,13 @@ from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
-    KERNELS,
     NUM_KV_HEADS,
     Batch,
+    kernel_paths,
     make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
-    set_path,
 )
 from .utils import DEVICE, FP16, requires_triton, slots_of
 
@@ -38,7 +37,6 @@ EXTEND_LEN = 8
 BROKEN = [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 pytestmark = requires_triton
-all_paths = pytest.mark.parametrize("path", KERNELS)
 
 
 class Layer(NamedTuple):
@@ -64,19 +62,13 @@ class Layer(NamedTuple):
 def sound(folder: Path, path: str, mode: str) -> tuple[Layer, Batch, list]:
     """A layer, a batch without broken numbers, and its outputs."""
     config = make_vllm_config(folder, "turbo4", FP16, mode)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     if path == "triton":
         impl.runner.kernels = impl.runner.kernels._replace(
             extend_attention=impl.runner.kernels.decode_attention,
         )
     layer, batch = Layer(config, impl, path), Batch.make(impl, REQUESTS)
     return layer, batch, layer.run(batch)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
 
 
 def fill(x: torch.Tensor) -> None:
@@ -103,7 +95,7 @@ def pages(batch: Batch, row: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("broken", BROKEN, ids=["first", "second"])
 @prefill_modes
-@all_paths
+@kernel_paths
 def test_others_in_the_batch(folder, path, mode, broken):
     layer, other, expected = sound(folder, path, mode)
     batch = Batch.make(layer.impl, REQUESTS)
@@ -122,27 +114,26 @@ def test_others_in_the_batch(folder, path, mode, broken):
         assert torch.equal(pages(batch, row), pages(other, row)), f"request {row}"
 
 
-@all_paths
+@kernel_paths
 def test_two_prefills(folder, path):
     """The smallest batch with neighbours has two prefills and nothing else."""
     config = make_vllm_config(folder, "turbo4", FP16)
-    impl = make_impl(config)
-    set_path(impl, path)
+    impl = make_impl(config, path=path)
     first, outputs = slice(0, 3), []
     for is_broken in (False, True):
         batch = Batch.make(impl, [(3, 0), (4, 0)])
         if is_broken:
             for x in (batch.query, batch.key, batch.value):
                 fill(x[first.stop :])
-        metadata = make_builder(config, impl).build(0, batch.common)
+        metadata = batch.build(config, impl)
         assert metadata.prefill is not None and metadata.num_packed_tokens == 0
-        outputs.append(batch.run(impl, metadata, path))
+        outputs.append(batch.run(impl, metadata))
     assert outputs[0].isfinite().all() and outputs[1][first.stop :].isnan().all()
     assert torch.equal(outputs[1][first], outputs[0][first])
 
 
 @prefill_modes
-@all_paths
+@kernel_paths
 def test_next_owners_of_the_blocks(folder, path, mode):
     """Slots after a sequence's end in its last block have no effect."""
     layer, _, expected = sound(folder, path, mode)

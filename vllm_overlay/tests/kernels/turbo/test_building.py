@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """CUDA's kernels are built while weights load and graphs compile."""
 
-import logging
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
@@ -25,7 +24,7 @@ from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
 from .backend_utils import make_vllm_config
-from .build_utils import TIMEOUT_S, record_log, set_platform
+from .build_utils import TIMEOUT_S, set_platform
 from .utils import ON_GPU, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
@@ -101,28 +100,27 @@ def make_impl(
         return TurboAttentionImpl(4, 128, 0.1, 1, kv_cache_dtype="turbo4")
 
 
-on_cpu = pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
+on_cpu = pytest.mark.skipif(ON_GPU, reason="the CPU platform stands in for a GPU's")
 
 
 @on_cpu
 @requires_triton
-def test_builds_go_on_beside_the_rest_of_a_start(slow, monkeypatch, tmp_path):
+def test_builds_go_on_beside_the_rest_of_a_start(slow, log, monkeypatch, folder):
     """Builds begin with the first layer; a layer that needs the kernels waits."""
-    log = record_log(monkeypatch)
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     layers = [make_impl(monkeypatch, config) for _ in range(2)]
     slow.wait_for_begin()
-    assert len(slow.asked) == 1, "once for all layers"
+    assert len(slow.asked) == 1, "all layers share a build"
     for layer in layers:
         layer.process_weights_after_loading(torch.bfloat16)
     assert slow.loaded == [] and len(slow.asked) == 1
-    assert not any("built in" in text for _, text in log)
+    assert not any("built in" in line.text for line in log)
     threading.Timer(0.05, slow.may_end.set).start()
     for layer in layers:
         assert layer.runner.kernels.name == "CUDA"
         assert layer.runner.kernels.reason == "they could be loaded"
     assert len(slow.loaded) == 3 and len(slow.asked) == 1
-    (line,) = (text for level, text in log if level == logging.INFO)
+    (line,) = log.infos
     assert "CUDA kernels: 3 of 3 modules were built in " in line
     assert "The next start finds them built." in line
 
@@ -131,12 +129,11 @@ def test_builds_go_on_beside_the_rest_of_a_start(slow, monkeypatch, tmp_path):
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 def test_a_failure_is_told_when_kernels_are_asked_for(
-    slow, monkeypatch, tmp_path, choice
+    slow, log, monkeypatch, folder, choice
 ):
     """All layers get the same failure, once no build is running any more."""
-    log = record_log(monkeypatch)
     slow.error = RuntimeError("kernel.cu was not compiled")
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     config.attention_config.turbo_kernel = choice
     layers = [make_impl(monkeypatch, config) for _ in range(2)]
     slow.wait_for_begin()
@@ -152,16 +149,15 @@ def test_a_failure_is_told_when_kernels_are_asked_for(
         else:
             assert layer.runner.kernels.name == "Triton"
     assert len(slow.loaded) == 2 and len(slow.asked) == 1
-    warnings = [text for level, text in log if level == logging.WARNING]
     because = "Turbo KV cache: Triton kernels, because kernel.cu was not compiled."
-    assert warnings == [because] * (choice == "auto")
+    assert log.warnings == [because] * (choice == "auto")
 
 
 @on_cpu
 @requires_triton
 @pytest.mark.parametrize("why", ["triton", "unsupported", "refused", "not served"])
-def test_nothing_is_built_that_will_not_be_asked_for(slow, monkeypatch, tmp_path, why):
-    config = make_vllm_config(tmp_path)
+def test_nothing_is_built_that_will_not_be_asked_for(slow, monkeypatch, folder, why):
+    config = make_vllm_config(folder)
     if why == "triton":
         config.attention_config.turbo_kernel = "triton"
     elif why == "unsupported":
@@ -177,9 +173,9 @@ def test_nothing_is_built_that_will_not_be_asked_for(slow, monkeypatch, tmp_path
 
 @on_cpu
 @requires_triton
-def test_a_bias_of_k_is_waited_for(slow, monkeypatch, tmp_path):
+def test_a_bias_of_k_is_waited_for(slow, monkeypatch, folder):
     """Builds wait for the weights: with an offset, other modules are needed."""
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     config.model_config.hf_text_config.model_type = "qwen2"
     impl = make_impl(monkeypatch, config)
     assert slow.asked == []
@@ -204,13 +200,12 @@ def test_a_bias_of_k_is_waited_for(slow, monkeypatch, tmp_path):
         ({}, False),
     ],
 )
-def test_what_lets_expect_a_bias_of_k(config, expected):
-    assert may_add_key_bias(SimpleNamespace(**config)) is expected
+def test_models_that_may_add_a_bias_of_k(config, expected):
+    assert may_add_key_bias(PretrainedConfig(**config)) is expected
 
 
-def test_what_was_built_before_is_not_mentioned(monkeypatch):
+def test_modules_that_were_built_before_are_not_mentioned(log, monkeypatch):
     """No line is logged if this process has compiled no module of a set."""
-    log = record_log(monkeypatch)
     monkeypatch.setattr(cuda_build, "compiled_modules", ["kernel 0"])
     builds = ModuleBuilds(lambda: [ServingModule("kernel 0", lambda: print, None)])
     assert builds.error is None and log == []
@@ -223,5 +218,5 @@ def test_what_was_built_before_is_not_mentioned(monkeypatch):
         ServingModule("kernel 1", compile_one, None),
     ]
     assert ModuleBuilds(lambda: found).error is None
-    ((_, line),) = log
-    assert "1 of 2 modules" in line
+    (line,) = log
+    assert "1 of 2 modules" in line.text

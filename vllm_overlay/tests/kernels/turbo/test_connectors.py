@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Every KV connector has a verdict: it moves whole blocks of pages, or is refused."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import (
     NixlConnector,
     NixlPullConnector,
 )
-from vllm.v1.attention.ops.turbo.serving import connectors
 from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, State
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .backend_utils import make_vllm_config
-from .refusal_cases import make_impl, multi_config, transfer_config
+from .backend_utils import make_impl, make_vllm_config
+from .refusal_cases import multi_config, transfer_config
 from .utils import CACHE_LAYOUTS
 
 REFUSED = [
@@ -30,20 +28,8 @@ OF_OTHERS = {"LMCacheConnectorV1Dynamic"}
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    return make_vllm_config(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The text of each warning, repeats included."""
-    said: list[str] = []
-
-    def warn(message: str, *args: object) -> None:
-        said.append(message % args)
-
-    monkeypatch.setattr(connectors.logger, "warning_once", warn)
-    yield said
+def config(folder: Path) -> VllmConfig:
+    return make_vllm_config(folder)
 
 
 def test_all_that_vllm_registers_are_judged():
@@ -54,9 +40,9 @@ def test_all_that_vllm_registers_are_judged():
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_served(config: VllmConfig, name: str, warnings: list[str]):
+def test_served(config: VllmConfig, name: str, log):
     make_impl(transfer_config(config, name))
-    assert not warnings
+    assert not log.warnings
 
 
 def refused(name: str):
@@ -77,9 +63,9 @@ def test_refused_beside_others(config: VllmConfig, name: str):
         make_impl(multi_config(config, "NixlConnector", name))
 
 
-def test_served_beside_others(config: VllmConfig, warnings: list[str]):
+def test_served_beside_others(config: VllmConfig, log):
     make_impl(multi_config(config, "NixlConnector", "OffloadingConnector"))
-    assert not warnings
+    assert not log.warnings
 
 
 def test_refused_within_another_of_several(config: VllmConfig):
@@ -97,13 +83,11 @@ def test_refused_within_another_of_several(config: VllmConfig):
 
 
 @pytest.mark.parametrize("name", ["OwnConnector", "NixlConnector"])
-def test_connector_of_another_module(
-    config: VllmConfig, name: str, warnings: list[str]
-):
+def test_connector_of_another_module(config: VllmConfig, name: str, log):
     """A connector from another module gets a warning, whatever its name."""
     make_impl(transfer_config(config, name, kv_connector_module_path="own.module"))
-    (said,) = warnings
-    assert name in said and "whole blocks" in said
+    (line,) = log.warnings
+    assert name in line and "whole blocks" in line
 
 
 def test_permuting_layouts_is_for_others(config: VllmConfig):
@@ -112,7 +96,6 @@ def test_permuting_layouts_is_for_others(config: VllmConfig):
     make_impl(transfer_config(config, "NixlConnector", enable_permute_local_kv=True))
 
 
-def test_no_connector(tmp_path: Path):
-    config = make_vllm_config(tmp_path)
+def test_no_connector(config: VllmConfig):
     assert config.kv_transfer_config is None
     make_impl(config)

@@ -17,7 +17,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
     TurboMetadata,
-    TurboMetadataBuilder,
 )
 from vllm.v1.attention.ops import dcp
 from vllm.v1.attention.ops.turbo import reference
@@ -35,8 +34,10 @@ from .backend_utils import (
     BLOCK_SIZE,
     all_paths,
     kernel_paths,
+    make_builder,
+    make_common,
     make_vllm_config,
-    register,
+    pad_to_graph,
     rounds_queries,
     set_path,
     with_drafts,
@@ -50,9 +51,7 @@ from .utils import (
     INVALID_BLOCK,
     ON_GPU,
     all_presets,
-    assert_by_2x_rule,
-    attention_of_rounded,
-    cache_spec,
+    check_request,
     gaussian,
     load_context,
     make_block_table,
@@ -82,18 +81,13 @@ BATCHES = {
 SHARES = [(2, 1), (4, 16), *([(2, 16), (4, 1)] if ON_GPU else [])]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
 @pytest.fixture(autouse=True)
-def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give an interpreted kernel the list of constants that vLLM's launcher reads."""
-    for kernel in (dcp.CorrectAttnCPOutKernel.kernel,):
-        if not hasattr(kernel, "constexprs"):
-            constants = [name for name in kernel.arg_names if name.isupper()]
-            monkeypatch.setattr(kernel, "constexprs", constants, raising=False)
+    kernel = dcp.CorrectAttnCPOutKernel.kernel
+    if not hasattr(kernel, "constexprs"):
+        constants = [name for name in kernel.arg_names if name.isupper()]
+        monkeypatch.setattr(kernel, "constexprs", constants, raising=False)
 
 
 class Rank:
@@ -149,29 +143,18 @@ class Rank:
         is_own = positions // size % self.group.world_size == self.group.rank_in_group
         return torch.where(is_own, slots, -1)
 
-    def common(self, padded_reqs: int = 0) -> CommonAttentionMetadata:
-        query_lens = [query for query, _ in self.requests] + [0] * padded_reqs
-        lens = torch.tensor([*map(sum, self.requests), *[0] * padded_reqs]).int()
-        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    def common(
+        self, padded_reqs: int = 0, padded_query_len: int = 0
+    ) -> CommonAttentionMetadata:
+        query_lens = [query for query, _ in self.requests]
         slots = [self.slots(i, c, q + c) for i, (q, c) in enumerate(self.requests)]
-        padding = torch.zeros(padded_reqs, self.table.shape[1]).to(self.table)
-        return CommonAttentionMetadata(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=lens.to(DEVICE),
-            num_reqs=len(lens),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=max(query_lens),
-            max_seq_len=int(lens.max()),
-            block_table_tensor=torch.cat([self.table, padding]),
-            slot_mapping=torch.cat(slots),
-            seq_lens_cpu_upper_bound=lens,
-        )
+        lens = [sum(request) for request in self.requests]
+        common = make_common(query_lens, lens, self.table, torch.cat(slots))
+        num_reqs = len(query_lens) + padded_reqs
+        return pad_to_graph(common, num_reqs, sum(query_lens), padded_query_len)
 
     def build(self, common: CommonAttentionMetadata | None = None) -> TurboMetadata:
-        register(self.config, self.impl)
-        spec = cache_spec(self.impl.runner.layout, 1, BLOCK_SIZE)
-        builder = TurboMetadataBuilder(spec, ["layers.0.attn"], self.config, DEVICE)
+        builder = make_builder(self.config, self.impl)
         assert not builder.supports_draft_decode_metadata_update
         return builder.build(0, common or self.common())
 
@@ -300,22 +283,16 @@ class Scene:
             key, value = self.context(row)
             key = torch.cat([key, self.key[row][context:].float()])
             value = torch.cat([value, self.value[row][context:].float()])
-            query, target = self.query[part], None
-            if is_rounded and row < len(decodes):
-                rotated = reference.round_query(reference.rotate(query))
-                rounded = reference.inverse_rotate(rotated)
-                target = attention_of_rounded(
-                    rounded, query, key, value, num_queries, scale, **self.options
-                )
-            assert_by_2x_rule(
+            is_own = is_rounded and row < len(decodes)
+            check_request(
                 output[part],
-                query,
+                self.query[part],
                 key,
                 value,
                 scale,
                 self.dtype,
-                True,
-                target,
+                num_queries if is_own else None,
+                is_rounded,
                 **self.options,
             )
 
@@ -414,15 +391,11 @@ def test_padding_with_query_tokens(folder, monkeypatch, query_len):
     contexts, num_padded = [31, 2], 2
     scene = Scene(folder, monkeypatch, [(query_len, context) for context in contexts])
     for rank in scene.ranks:
-        common = rank.common(num_padded)
-        starts = query_len * torch.arange(len(contexts) + num_padded + 1).int()
-        common = common.replace(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            num_actual_tokens=int(starts[-1]),
-            slot_mapping=torch.nn.functional.pad(
-                common.slot_mapping, (0, query_len * num_padded), value=-1
-            ),
+        common = rank.common(num_padded, query_len)
+        num_padded_tokens = query_len * num_padded
+        common.num_actual_tokens += num_padded_tokens
+        common.slot_mapping = torch.nn.functional.pad(
+            common.slot_mapping, (0, num_padded_tokens), value=-1
         )
         common.block_table_tensor[len(contexts) :] = INVALID_BLOCK
         local_lens = rank.impl.runner.context_parallel.local_lens
@@ -435,9 +408,7 @@ def test_lengths_stay_where_they_are(folder, monkeypatch):
     """A CUDA graph reads local lengths from the tensor that it was captured with."""
     scene = Scene(folder, monkeypatch, [(1, 31), (3, 9)])
     rank = scene.ranks[1]
-    register(rank.config, rank.impl)
-    spec = cache_spec(rank.impl.runner.layout, 1, BLOCK_SIZE)
-    builder = TurboMetadataBuilder(spec, ["layers.0.attn"], rank.config, DEVICE)
+    builder = make_builder(rank.config, rank.impl)
     captured = builder.build_for_cudagraph_capture(rank.common())
     common = rank.common()
     common.seq_lens += 5
@@ -448,8 +419,8 @@ def test_lengths_stay_where_they_are(folder, monkeypatch):
     assert builder.reorder_batch_threshold == 3
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="stands for CUDA's launchers")
-def test_what_cuda_launches(folder, monkeypatch, launches):  # noqa: F811
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="records launches in place of CUDA's")
+def test_launches_of_cuda(folder, monkeypatch, launches):  # noqa: F811
     """CUDA's launches share the context, including extends, which only CUDA has."""
     requests = [(3, 31), (1, 9), (5, 40), (2, 1)]
     scene = Scene(folder, monkeypatch, requests, 2, 16)

@@ -127,7 +127,7 @@ def test_every_instance_is_recorded(capability, monkeypatch):
         assert registers * 32 * warps * blocks <= 65536
 
 
-def test_what_ptxas_says_is_read():
+def test_the_output_of_ptxas_is_read():
     text = """
 ptxas info    : Function properties for one
     16 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads
@@ -144,10 +144,10 @@ ptxas info    : Used 168 registers, used 16 barriers
         parse_resources(serialized + text)
 
 
-def test_more_spills_than_recorded_are_told():
+def test_more_spills_than_recorded_are_a_failure():
     table = {"nvcc": "13.0", "modules": {"store": {"90": [96, 8]}}}
     assert excess("store", 90, Resources(255, 8), table) is None
-    told = excess("store", 90, Resources(9, 12), table)
-    assert told is not None and "12 bytes of spills, not 8" in told
+    message = excess("store", 90, Resources(9, 12), table)
+    assert message is not None and "12 bytes of spills, not 8" in message
     # A module without a record may not spill.
     assert excess("store", 80, Resources(96, 1), table) is not None

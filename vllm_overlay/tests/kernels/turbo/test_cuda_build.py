@@ -3,7 +3,6 @@
 """Building the CUDA kernels, and finding what has been built."""
 
 import errno
-import logging
 import multiprocessing
 import os
 import shutil
@@ -26,7 +25,6 @@ from .build_utils import (
     TIMEOUT_S,
     FlashInfer,
     all_failures,
-    record_log,
     set_flashinfer,
 )
 
@@ -38,31 +36,26 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FlashInfer:
     return set_flashinfer(monkeypatch, tmp_path)
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    return record_log(monkeypatch)
-
-
-def load(module: CudaModule = MODULE) -> str:
-    return build(module, DEVICE).read_text()
+def build_text() -> str:
+    """Build the module; return the text that stands for its library."""
+    return build(MODULE, DEVICE).read_text()
 
 
 def test_builds_once_and_says_so(flashinfer, log):
-    assert load() == MODULE.header
+    assert build_text() == MODULE.header
     (name,) = flashinfer.builds
     assert name.startswith("turbo_decode_turbo4_128_sm90_")
     target = "-gencode=arch=compute_90,code=sm_90"
     # FlashInfer's own -O3 comes before: nvcc takes the last -O, for host code alone.
     assert flashinfer.flags == [target, "-O1", "-DB"]
-    ((level, text),) = log
-    assert level == logging.INFO
+    (text,) = log.infos
     assert "Building" in text and "decode" in text and "turbo4_128" in text
     # As in another process: FlashInfer compiles nothing if the header is unchanged.
     header = flashinfer.folder / "generated" / name / cuda_build.HEADER_NAME
     os.utime(header, (1, 1))
-    assert load() == MODULE.header
+    assert build_text() == MODULE.header
     assert flashinfer.builds == [name, name] and len(log) == 1
-    assert header.stat().st_mtime == 1, "rewriting the header compiles anew"
+    assert header.stat().st_mtime == 1, "a new header would be compiled again"
     assert list(header.parent.iterdir()) == [header]
 
 
@@ -85,7 +78,7 @@ def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_p
 
     def rank() -> None:
         together.wait()
-        assert load() == MODULE.header
+        assert build_text() == MODULE.header
 
     monkeypatch.setattr(FlashInfer.Spec, "build", slow_build)
     ranks = [context.Process(target=rank) for _ in range(2)]
@@ -98,10 +91,10 @@ def test_processes_that_start_together_build_once(flashinfer, monkeypatch, tmp_p
 
 
 def test_header_of_a_broken_build_is_replaced(flashinfer):
-    load()
+    build_text()
     (header,) = (flashinfer.folder / "generated").glob(f"*/{cuda_build.HEADER_NAME}")
     header.write_text("#define A")
-    assert load() == MODULE.header
+    assert build_text() == MODULE.header
 
 
 def test_every_part_is_in_the_name(monkeypatch, tmp_path):
@@ -149,7 +142,7 @@ def without_tools(flashinfer: FlashInfer, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("place", ["cache", "package"])
-def test_what_is_built_needs_no_tools(
+def test_a_built_library_needs_no_tools(
     flashinfer, loaded, without_tools, log, monkeypatch, tmp_path, place
 ):
     """A library that was built loads without tools, from a read-only file system."""
@@ -174,7 +167,9 @@ def test_what_is_built_needs_no_tools(
 
 
 @pytest.mark.parametrize("fault", ["not whole", "changed"])
-def test_what_is_not_whole_is_not_loaded(flashinfer, loaded, without_tools, log, fault):
+def test_an_incomplete_library_is_not_loaded(
+    flashinfer, loaded, without_tools, log, fault
+):
     library = build(MODULE, DEVICE)
     if fault == "changed":
         library.write_text("#define")
@@ -182,16 +177,15 @@ def test_what_is_not_whole_is_not_loaded(flashinfer, loaded, without_tools, log,
         library.with_suffix(".sha256").unlink()
     found = build_and_load(MODULE, DEVICE)
     assert found == MODULE.header and len(flashinfer.builds) == 2
-    warnings = [text for level, text in log if level == logging.WARNING]
-    assert len(warnings) == (fault == "changed")
-    assert all(str(library) in text and "SHA-256" in text for text in warnings)
+    assert len(log.warnings) == (fault == "changed")
+    assert all(str(library) in text and "SHA-256" in text for text in log.warnings)
     library.with_suffix(".sha256").write_text("0")
     without_tools()
     with pytest.raises(RuntimeError, match="FlashInfer cannot be imported"):
         build_and_load(MODULE, DEVICE)
 
 
-def test_what_cannot_be_loaded_is_built_anew(
+def test_a_library_that_does_not_load_is_built_again(
     flashinfer, without_tools, log, monkeypatch, tmp_path
 ):
     library = build(MODULE, DEVICE)
@@ -204,9 +198,7 @@ def test_what_cannot_be_loaded_is_built_anew(
 
     monkeypatch.setattr(cuda_build, "_load_function", load_function)
     assert build_and_load(MODULE, DEVICE) == MODULE.header
-    level, text = log[-1]
-    assert level == logging.WARNING
-    assert re.search(f"{prebuilt}.*built anew.*libcudart", text)
+    assert re.search(f"{prebuilt}.*built anew.*libcudart", log.warnings[-1])
     without_tools()
     with pytest.raises(RuntimeError, match="FlashInfer cannot be imported"):
         build_and_load(MODULE, DEVICE)
@@ -216,8 +208,8 @@ def test_what_cannot_be_loaded_is_built_anew(
 def test_failures_name_the_way_out(flashinfer, monkeypatch, fail, message):
     fail(flashinfer, monkeypatch)
     with pytest.raises(RuntimeError, match=f"(?s)cannot be built: .*{message}") as e:
-        load()
-    assert len(str(e.value)) < 5000, "the compiler's output is cut"
+        build_text()
+    assert len(str(e.value)) < 5000, "the compiler's output is too long"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +220,7 @@ def test_failures_name_the_way_out(flashinfer, monkeypatch, fail, message):
     ],
     ids=["library", "function"],
 )
-def test_what_is_built_may_not_load(flashinfer, monkeypatch, error):
+def test_a_new_library_that_does_not_load(flashinfer, monkeypatch, error):
     def load_function(path: Path, name: str) -> None:
         assert name == "decode"
         raise error

@@ -2,50 +2,40 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The choice of kernels, and its reason: CUDA's, if they can be built."""
 
-import logging
 import sys
 import threading
 from inspect import unwrap
-from types import SimpleNamespace
 
 import pytest
 import regex as re
 import torch
 
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import extend_rows, module_builds
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, ROWS
-from vllm.v1.attention.ops.turbo.cuda.family import load_instance
+from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES, load_instance
 from vllm.v1.attention.ops.turbo.cuda.merge import MERGE
 from vllm.v1.attention.ops.turbo.cuda.store import STORE
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import PLAIN
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
-from .backend_utils import make_vllm_config
+from .backend_utils import make_impl, make_vllm_config
 from .build_utils import (
     TIMEOUT_S,
     FlashInfer,
     all_failures,
     does_not_compile,
-    record_log,
     set_flashinfer,
     set_platform,
 )
 from .utils import ON_GPU, requires_triton
 
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    return record_log(monkeypatch)
 
 
 @pytest.fixture
@@ -56,8 +46,7 @@ def gpu(monkeypatch, tmp_path):
     kernels.cuda_builds.cache_clear()
     module_builds._log_traceback.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    properties = SimpleNamespace(shared_memory_per_block_optin=232448)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda_family, "shared_memory", lambda _: ARCHITECTURES[90])
     yield flashinfer
     kernels.cuda_builds.cache_clear()
     module_builds._log_traceback.cache_clear()
@@ -78,9 +67,8 @@ def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
     fail(gpu, monkeypatch)
     message = message.replace("decode.cu", "store.cu")
     assert choose("auto") == "triton"
-    level, text = log[-1]
-    assert level == logging.WARNING
-    assert re.search(f"(?s)Triton kernels, because .*{message}.*\\.$", text)
+    words = f"(?s)Triton kernels, because .*{message}.*\\.$"
+    assert re.search(words, log.warnings[-1])
     chosen = kernels.choose_kernels("auto", LAYOUT, 4)
     assert chosen.reason == "the CUDA kernels could not be built"
     with pytest.raises(ValueError, match=f"(?s)turbo_kernel=cuda.*{message}.*auto"):
@@ -118,8 +106,7 @@ def other_arguments(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def little_shared_memory(jit: FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
     """No team of warps has room. The store needs no shared memory, and loads."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda_family, "shared_memory", lambda _: 1024)
     monkeypatch.setattr(cuda_build, "_load_function", lambda path, name: print)
 
 
@@ -147,8 +134,7 @@ def test_auto_falls_back_on_any_failure(gpu, log, monkeypatch, fail, message):
     # Layers of another shape, for which no second traceback is logged.
     other = TurboFormat.from_cache_dtype("turbo4", 256)
     assert choose("auto", other) == "triton"
-    warnings = [text for level, text in log if level == logging.WARNING]
-    traceback, *because = warnings
+    traceback, *because = log.warnings
     assert traceback == "The turbo CUDA kernels cannot be loaded:"
     assert len(because) == 2, "one for each choice; vLLM's logger drops the repeat"
     for text in because:
@@ -160,7 +146,7 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
     does_not_compile(gpu, None)
     for _ in range(3):
         choose("auto")
-    built = [text.split()[5:8] for _, text in log if "Building" in text]
+    built = [text.split()[5:8] for text in log.infos if "Building" in text]
     assert sorted(f"{kernel} {instance}" for kernel, _, instance in built) == [
         "decode turbo4_128_4;",
         "extend_outputs turbo4_128_r128;",
@@ -236,11 +222,6 @@ def test_unsupported(gpu, log, monkeypatch, platform, capability, head_size, rea
     assert gpu.builds == []
 
 
-def make_impl(config: VllmConfig) -> TurboAttentionImpl:
-    with set_current_vllm_config(config):
-        return TurboAttentionImpl(4, 64, 0.125, 2, kv_cache_dtype="turbo4")
-
-
 @pytest.mark.parametrize("choice", ["auto", "triton", "cuda"])
 def test_cpu(monkeypatch, tmp_path, choice):
     """On a CPU PyTorch's operators run, and no kernels are chosen."""
@@ -260,7 +241,7 @@ def test_cpu(monkeypatch, tmp_path, choice):
 
 
 @requires_triton
-@pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
+@pytest.mark.skipif(ON_GPU, reason="the CPU platform stands in for a GPU's")
 def test_kernels_are_chosen_once_when_they_are_asked_for(monkeypatch, tmp_path):
     impl = make_impl(make_vllm_config(tmp_path))
     set_platform(monkeypatch, "cuda", DeviceCapability(9, 0))

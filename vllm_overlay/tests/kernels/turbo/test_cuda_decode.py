@@ -149,7 +149,7 @@ def test_newest_token_is_attended_to_as_it_is():
     batch.check(DECODE_KERNEL, True, 4)
 
 
-def test_constants_are_what_the_format_says():
+def test_constants_are_those_of_the_format():
     """K's two byte tables, looked up as prmt does, add up to the levels."""
     header = layout_header(LAYOUT)
     defined = dict(line.split(maxsplit=2)[1:] for line in header.splitlines()[2:])

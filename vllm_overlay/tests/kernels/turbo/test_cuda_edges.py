@@ -35,6 +35,7 @@ from .utils import (
     BF16,
     DEVICE,
     INVALID_BLOCK,
+    assert_within,
     requires_cuda,
     requires_nvidia,
     slots_of,
@@ -49,6 +50,22 @@ each_preset = pytest.mark.parametrize("layout", PRESETS, ids=list(TURBO_PRESETS)
 # A ragged batch: one sequence is most of it, others have a tile, a warp's two tiles, a
 # page, or no token.
 RAGGED = [200_000, 1, 17, 0, 70_001, 32, 3, 131_071, 4096, 16, 1000, 0, 33, 2, 25_600]
+
+
+def check_all(
+    cache: torch.Tensor,
+    step: Step,
+    layout: TurboFormat,
+    seq_lens: list[int],
+    num_splits: int,
+) -> None:
+    """Compare each sequence's output, in fp32, to attention in rotated space."""
+    output = step.run(cache, layout, Scratch.of(step.query, num_splits, torch.float32))
+    for row, length in enumerate(seq_lens):
+        where = cache, step.block_table[row], length, layout
+        scores, values, expected = rotated_attention(step.query[row], *where)
+        magnitude = (scores.softmax(-1)[:, None] @ values.abs())[:, 0]
+        assert_close_in_rotated_space(output[row], expected, magnitude)
 
 
 @all_layouts
@@ -199,8 +216,7 @@ def test_equal_scores_give_the_mean(layout, score):
             slots = slots_of(step.block_table[row], 0, length, BLOCK_SIZE)
             values = reference.load(cache, slots, layout)[1]
             mean = reference.inverse_rotate(values.mean(0)).repeat_interleave(4, 0)
-            error = (output[row] - mean).abs().max()
-            assert error <= 2**-8 * mean.abs().max(), (length, error)
+            assert_within(output[row], mean, 2**-8 * mean.abs().max(), f"{length} keys")
 
 
 @all_layouts
@@ -252,13 +268,7 @@ def test_scores_that_rise(layout, sign):
         key = (score[:, None, None] * unit).to(BF16)
         fill(cache, step.block_table[row], key, normal(*key.shape, seed=row), layout)
     for num_splits in (1, 3, served_splits(len(rises))):
-        scratch = Scratch.of(step.query, num_splits, torch.float32)
-        output = step.run(cache, layout, scratch)
-        for row in range(len(rises)):
-            where = cache, step.block_table[row], length, layout
-            scores, values, expected = rotated_attention(step.query[row], *where)
-            magnitude = (scores.softmax(-1)[:, None] @ values.abs())[:, 0]
-            assert_close_in_rotated_space(output[row], expected, magnitude)
+        check_all(cache, step, layout, [length] * len(rises), num_splits)
 
 
 @all_layouts
@@ -309,13 +319,7 @@ def test_ends_of_the_scales_of_values(layout, magnitude, codes):
     )
     assert codes[0] <= scales.min() and scales.max() <= codes[1]
     for num_splits in (1, 16):
-        scratch = Scratch.of(step.query, num_splits, torch.float32)
-        output = step.run(cache, layout, scratch)
-        for row, length in enumerate(seq_lens):
-            where = cache, step.block_table[row], length, layout
-            scores, values, expected = rotated_attention(step.query[row], *where)
-            magnitude = (scores.softmax(-1)[:, None] @ values.abs())[:, 0]
-            assert_close_in_rotated_space(output[row], expected, magnitude)
+        check_all(cache, step, layout, seq_lens, num_splits)
 
 
 def replace_contents(step: Step, other: Step) -> None:

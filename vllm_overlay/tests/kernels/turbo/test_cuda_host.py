@@ -134,7 +134,7 @@ def test_success_raises_nothing(host):
     host("fail")(0)
 
 
-def test_what_launches_nothing_is_no_refusal(host):
+def test_an_error_without_a_launch_is_no_refusal(host):
     with pytest.raises(RuntimeError, match="^cudaErrorInvalidValue: ") as error:
         host("fail")(1)
     assert not isinstance(error.value, LaunchRefused)

@@ -126,7 +126,7 @@ def test_splits_follow_the_blocks_that_a_sequence_can_have():
     assert latent_decode.num_decode_splits(1, 64, 132, plans=plans_of(80)) == 67
 
 
-def test_layouts_and_gpus_without_a_kernel_are_told():
+def test_layouts_and_gpus_without_a_kernel():
     reason = latent_decode.unsupported_reason
     assert all(reason(capability) is None for capability in ARCHITECTURES)
     assert "8.0" in (reason(75) or "")

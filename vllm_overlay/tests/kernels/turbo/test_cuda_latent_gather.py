@@ -81,7 +81,7 @@ def test_no_tokens():
 
 
 @requires_cuda
-def test_outputs_that_the_kernel_does_not_take_are_told():
+def test_outputs_that_the_kernel_does_not_take():
     cache = latent_cache(LAYOUT, 1, 16)
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     call = arguments([3], None)

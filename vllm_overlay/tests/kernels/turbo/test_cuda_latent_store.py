@@ -222,7 +222,7 @@ def test_graph_replays_with_other_slots(parts):
 
 
 @requires_cuda
-def test_inputs_that_the_kernel_does_not_take_are_told():
+def test_inputs_that_the_kernel_does_not_take():
     cache = latent_cache(LAYOUT, 2, 16)
     kv_c, k_pe = latent_vectors(LAYOUT, 4)
     assert k_pe is not None

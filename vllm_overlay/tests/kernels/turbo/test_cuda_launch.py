@@ -165,7 +165,7 @@ def test_the_store_waits_for_the_kernel_before_it(late, num_seqs):
 
 @requires_overlap
 @pytest.mark.parametrize("window", [None, 128], ids=["full", "sliding"])
-def test_layers_of_a_graph_take_turns_with_what_they_share(window):
+def test_layers_of_a_graph_share_scratch(window):
     """All layers share the scratch. Before a layer's store there is, in turn, a kernel
     that makes its query, the previous layer's merge, a memset, or kernels of two
     streams.

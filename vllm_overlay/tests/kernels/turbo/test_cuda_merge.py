@@ -472,7 +472,7 @@ def test_warps_a_row_with_window(head_size, group):
 @all_sizes
 @output_dtypes
 @pytest.mark.parametrize("sinks", [None, 1.5])
-def test_what_attention_to_the_newest_tokens_gave(head_size, dtype, sinks):
+def test_results_of_the_newest_tokens(head_size, dtype, sinks):
     """Given the result of attention to the newest tokens, the merge gives the same as
     if it attends to them, up to rounding. Tokens that do not exist have a NaN there.
     """

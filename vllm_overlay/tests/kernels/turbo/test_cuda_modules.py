@@ -116,7 +116,7 @@ def test_all_that_is_asked_for_is_listed(
     for loader in serving(LAYOUT, group, max_query_len, longest, variant=variant):
         loader.load()
     listed = set(asked)
-    assert len(asked) == len(listed), "one is listed twice"
+    assert len(asked) == len(listed), "a module is listed twice"
     load_instance.cache_clear()
     asked.clear()
     query_lens, extend_lens = range(1, max_query_len + 1), range(1, longest + 1)
@@ -192,7 +192,7 @@ def test_warpgroups_decode_more_queries_than_attend_at_once(asked):
         (None, 128, PLAIN),
     ],
 )
-def test_what_is_loaded_is_what_rounds_queries_or_does_not(
+def test_the_loaded_module_rounds_queries_or_does_not(
     asked, monkeypatch, capability, head_size, variant, num_queries
 ):
     set_capability(monkeypatch, capability)
@@ -222,7 +222,7 @@ def test_heads_that_prefill_extends(asked):
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-def test_what_is_built_ahead_is_what_any_model_asks_for(asked, monkeypatch, capability):
+def test_modules_built_ahead_are_those_of_all_models(asked, monkeypatch, capability):
     """The modules built ahead are exactly those that some model asks for."""
     set_capability(monkeypatch, capability)
     monkeypatch.setattr(family, "shared_memory", lambda _: ARCHITECTURES[capability])
@@ -281,24 +281,19 @@ def test_names_are_those_of_the_modules(asked, name, head_size, variant):
     assert len(set(names)) == len(names) == 5 + num_extends
 
 
-def test_an_offset_has_modules_of_its_own_but_for_the_merge(asked):
-    """Models without an offset keep modules without one."""
-    names = [
+@pytest.mark.parametrize(
+    "variant, suffix, shared",
+    [(OFFSET, "_offset", "merge 128"), (CAP, "_cap", "store turbo4_128")],
+    ids=["offset", "cap"],
+)
+def test_a_variant_has_modules_of_its_own(asked, variant, suffix, shared):
+    """All modules but one are the variant's own; other models keep theirs."""
+    plain, own = (
         {x.name for x in serving(LAYOUT, 1, 8, 48, variant=variant)}
-        for variant in (PLAIN, OFFSET)
-    ]
-    assert names[0] & names[1] == {"merge 128"}
-    assert names[1] - names[0] == {f"{x}_offset" for x in names[0] - names[1]}
-
-
-def test_a_soft_cap_has_modules_of_its_own_but_for_the_store(asked):
-    """Models without a soft cap keep modules without one."""
-    names = [
-        {x.name for x in serving(LAYOUT, 1, 8, 48, variant=variant)}
-        for variant in (PLAIN, CAP)
-    ]
-    assert names[0] & names[1] == {"store turbo4_128"}
-    assert names[1] - names[0] == {f"{x}_cap" for x in names[0] - names[1]}
+        for variant in (PLAIN, variant)
+    )
+    assert plain & own == {shared}
+    assert own - plain == {f"{x}{suffix}" for x in plain - own}
 
 
 @pytest.mark.parametrize("has_key_offset", [False, True])

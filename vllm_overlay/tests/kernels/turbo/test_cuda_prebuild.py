@@ -14,7 +14,6 @@ import sys
 import tarfile
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import built as cuda_built
+from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda import prebuild
 from vllm.v1.attention.ops.turbo.cuda.build import version_of_tvm_ffi
 from vllm.v1.attention.ops.turbo.cuda.compiler import find_nvcc
@@ -132,7 +132,7 @@ def test_libraries_are_found_by_the_names_of_modules(compiler, tmp_path, capsys)
     assert "6 modules, 6 to be built" in capsys.readouterr().out
 
 
-def test_what_is_there_is_not_built_again(compiler, tmp_path, capsys):
+def test_libraries_are_not_built_again(compiler, tmp_path, capsys):
     args = ("--output", tmp_path / "made", "--modules", FEW)
     assert run("--arch", "8.0", *args) == 0
     library = next((tmp_path / "made").glob("*.so"))
@@ -162,7 +162,7 @@ def test_some_dtypes_and_head_sizes(compiler, tmp_path):
     assert len(found) < len(prebuild.jobs_for([89]))
 
 
-def test_what_does_not_compile_is_told(compiler, tmp_path, monkeypatch, capsys):
+def test_a_module_that_does_not_compile(compiler, tmp_path, monkeypatch, capsys):
     """Other modules are built even if one does not compile."""
     monkeypatch.setenv("BROKEN", "merge.cu")
     archive = tmp_path / "archive.tar.xz"
@@ -174,7 +174,7 @@ def test_what_does_not_compile_is_told(compiler, tmp_path, monkeypatch, capsys):
     assert not archive.exists()
 
 
-def test_an_archive_has_what_the_manifest_lists(compiler, tmp_path):
+def test_an_archive_has_the_files_of_the_manifest(compiler, tmp_path):
     """The archive's bytes follow from its contents, not from the time."""
     archives = [tmp_path / f"{number}.tar.xz" for number in (1, 2)]
     args = ("--output", tmp_path / "made", "--modules", FEW)
@@ -212,7 +212,7 @@ def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
     assert "bytes packed, not 10 at most" in capsys.readouterr().out
 
 
-def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, capsys):
+def test_libraries_of_a_former_run_are_kept(compiler, tmp_path, monkeypatch, capsys):
     """A repeated run gives the same table and rebuilds libraries that are not whole."""
     folder, table = tmp_path / "kept", tmp_path / "table.json"
     args = ["--modules", FEW, "--arch", "9.0", "--folder", str(folder)]
@@ -223,13 +223,13 @@ def test_what_a_former_run_compiled_is_taken(compiler, tmp_path, monkeypatch, ca
     libraries = sorted(folder.glob("*.so"))
     made = {path: path.stat().st_mtime_ns for path in libraries}
     assert len(made) == 3
-    broken, untold, kept = made
+    broken, unlisted, kept = made
     broken.write_text("half of")
-    untold.with_suffix(".ptxas").unlink()
+    unlisted.with_suffix(".ptxas").unlink()
     assert compile_kernels.main() == 0
     assert table.read_text() == first
     again = {path for path, then in made.items() if path.stat().st_mtime_ns != then}
-    assert again == {broken, untold} and kept not in again
+    assert again == {broken, unlisted} and kept not in again
     # Spills beyond the record are an error in a repeated run also.
     recorded = tmp_path / "recorded.json"
     recorded.write_text(first)
@@ -275,7 +275,7 @@ def refused(capsys: pytest.CaptureFixture, *args: str | Path) -> str:
     return capsys.readouterr().err
 
 
-def test_what_cannot_be_done_names_the_way_out(compiler, tmp_path, monkeypatch, capsys):
+def test_refusals_name_the_way_out(compiler, tmp_path, monkeypatch, capsys):
     args = ("--arch", "9.0", "--output", tmp_path / "made")
     said = refused(capsys, *args, "--modules", "store of nothing")
     assert "no module is of that kind" in said
@@ -313,8 +313,7 @@ def serve(folder: Path, prebuilt: Path, runtime: Path, answer: Connection) -> No
         set_platform(patch, "cuda", DeviceCapability(9, 0))
         patch.setattr(cuda_built, "PREBUILT_DIR", prebuilt)
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        properties = SimpleNamespace(shared_memory_per_block_optin=ARCHITECTURES[90])
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        patch.setattr(cuda_family, "shared_memory", lambda _: ARCHITECTURES[90])
         # An image has its byte code, and the tests' environment need not write any.
         sys.dont_write_bytecode = True
         sys.addaudithook(refuse_tools)
@@ -324,12 +323,12 @@ def serve(folder: Path, prebuilt: Path, runtime: Path, answer: Connection) -> No
 
 
 @requires_triton
-@pytest.mark.skipif(ON_GPU, reason="shows a CPU platform as a GPU's")
+@pytest.mark.skipif(ON_GPU, reason="the CPU platform stands in for a GPU's")
 @pytest.mark.skipif(
     NVCC is None or importlib.util.find_spec("tvm_ffi") is None,
     reason="needs nvcc and apache-tvm-ffi",
 )
-def test_an_image_without_tools_runs_what_was_built(tmp_path):
+def test_an_image_without_tools_runs_its_kernels(tmp_path):
     """A layer loads all its modules from a folder that is made like an image's.
 
     The image has no compiler and no FlashInfer, and nothing can be written. Nvcc builds

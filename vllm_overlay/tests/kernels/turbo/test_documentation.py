@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -44,9 +45,7 @@ from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNE
 from vllm.v1.attention.ops.turbo.serving.settings import check_layers
 from vllm.v1.attention.ops.turbo.serving.startup import check_layer
 
-from .backend_utils import Batch, make_vllm_config
-from .backend_utils import make_builder as make_layer_builder
-from .backend_utils import make_impl as make_layer_impl
+from .backend_utils import Batch, make_impl, make_layer, make_vllm_config
 from .rank_utils import RankGroup, Ranks
 from .refusal_cases import (
     IMPL_ARGUMENTS,
@@ -59,8 +58,6 @@ from .refusal_cases import (
     fast_prefill_config,
     listed,
     make_builder,
-    make_impl,
-    make_layer,
     make_spec,
     mm_prefix_config,
     parallel_config,
@@ -76,8 +73,8 @@ from .refused_page import CASES, PAGE, render
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    return make_vllm_config(tmp_path_factory.mktemp("model"))
+def config(folder: Path) -> VllmConfig:
+    return make_vllm_config(folder)
 
 
 def section(heading: str) -> str:
@@ -132,10 +129,10 @@ def update_alone(config: VllmConfig) -> None:
 
 def see_beyond_a_window(config: VllmConfig) -> None:
     """Plan an image that has more tokens than the window, which nothing clamps."""
-    impl = make_layer_impl(config, sliding_window=16)
+    impl = make_impl(config, sliding_window=16)
     batch = Batch.make(impl, [(40, 0)])
     batch.common.mm_req_doc_ranges = {0: [(0, 16)]}
-    make_layer_builder(config, impl).build(0, batch.common)
+    batch.build(config, impl)
 
 
 def see_with_large_heads() -> None:

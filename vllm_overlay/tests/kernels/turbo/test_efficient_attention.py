@@ -19,8 +19,8 @@ from vllm.v1.attention.ops.turbo.layer import flash
 from vllm.v1.attention.ops.turbo.layer.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.planning.tokens import SeqLens
 
-from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
-from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
+from .flash_utils import flash_attn_of_gpu, flash_attn_stand_in
+from .utils import BF16, DEVICE, ON_GPU, gaussian, model_dtypes
 
 # The operator pads the LSE of each sequence to a multiple of this.
 LSE_TILE = 32
@@ -75,7 +75,7 @@ def operator(monkeypatch):
 
 @pytest.mark.parametrize("is_cuda", [True, False])
 @pytest.mark.parametrize("version", [None, 2, 3, 4])
-def test_which_heads_it_serves(monkeypatch, version, is_cuda):
+def test_heads_that_it_serves(monkeypatch, version, is_cuda):
     """The operator serves heads of 512 on NVIDIA GPUs without FlashAttention 4."""
     monkeypatch.setattr(current_platform, "is_cuda", lambda: is_cuda)
     monkeypatch.setattr(current_platform, "is_rocm", lambda: False)
@@ -112,7 +112,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@model_dtypes
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("served", ["operator", "flash_attn_4"])
@@ -151,7 +151,7 @@ def test_equals_flash_attention(served, lengths, group, dtype):
     )
 
 
-@pytest.mark.skipif(not ON_GPU, reason="asks CUDA's allocator")
+@pytest.mark.skipif(not ON_GPU, reason="reads the statistics of CUDA's allocator")
 @pytest.mark.parametrize("group", [1, 8])
 def test_memory_beside_the_output(group):
     """At most 8 MiB a KV head, for the lengths that need most."""

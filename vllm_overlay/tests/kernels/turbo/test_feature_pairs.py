@@ -16,11 +16,7 @@ import pytest
 import torch
 
 from vllm.model_executor.layers.attention import ChunkedLocalAttention
-from vllm.model_executor.layers.attention.chunked_local_attention import (
-    create_chunked_local_attention_backend,
-)
 from vllm.v1.attention.backends.turbo_attn import (
-    TurboAttentionBackend,
     TurboAttentionImpl,
 )
 from vllm.v1.attention.backends.turbo_window import window_choice
@@ -28,8 +24,6 @@ from vllm.v1.attention.backends.utils import make_local_attention_virtual_batche
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
-from vllm.v1.attention.ops.turbo.planning import prefill as planning
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from . import backend_utils
@@ -40,24 +34,17 @@ from .backend_utils import (
     make_builder,
     make_impl,
     make_vllm_config,
-    register,
-    rounds_queries,
     set_path,
-    set_scratch,
     with_drafts,
 )
-from .refusal_cases import make_spec
 from .test_backend_extends import give_extends
+from .test_chunked_local import CHUNK, build_chunked, check_chunks
 from .utils import (
     BF16,
     CACHE_LAYOUTS,
     DEVICE,
     FP16,
-    ON_GPU,
-    assert_by_2x_rule,
-    attention_of_rounded,
     gaussian,
-    load_context,
     new_cache,
     requires_triton,
 )
@@ -66,7 +53,6 @@ Case: TypeAlias = dict[str, Any]
 # A value of a feature, and a value of another feature.
 Pair: TypeAlias = frozenset[tuple[str, Any]]
 
-CHUNK = 2 * BLOCK_SIZE
 # The values of each feature; the first value is that of a layer without it.
 FEATURES: dict[str, tuple[Any, ...]] = {
     "sees": ("all", "window", "chunk"),
@@ -157,12 +143,10 @@ CASES = list(covering_cases())
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def settings(
+    monkeypatch: pytest.MonkeyPatch, small_pieces: None, short_segments: None
+) -> pytest.MonkeyPatch:
     """Have several pieces and slices, and on a CPU short segments."""
-    set_scratch(monkeypatch, piece_tokens=64)
-    monkeypatch.setattr(planning, "LEAST_TOKENS", 48)
-    if not ON_GPU:
-        monkeypatch.setattr(interface, "OFFSET_SEGMENT", 64)
     return monkeypatch
 
 
@@ -201,18 +185,19 @@ class Layer:
         self.config = with_drafts(config) if case["drafts"] else config
         sinks = 4 * gaussian(num_heads, seed=4)
         sinks[0] = float("-inf")
+        offset = 0.5 * gaussian(2, num_kv_heads, case["head size"], seed=5)
         self.impl = impl = make_impl(
             self.config,
             num_heads,
             num_kv_heads,
-            17 if case["sees"] == "window" else None,
-            sinks.to(case["dtype"]) if case["sinks"] else None,
-            "layers.1.attn" if case["shared cache"] else None,
-            2.0 if case["soft cap"] else None,
+            key_offset=offset if case["key offset"] else None,
+            sliding_window=17 if case["sees"] == "window" else None,
+            sinks=sinks.to(case["dtype"]) if case["sinks"] else None,
+            kv_sharing_target_layer_name=(
+                "layers.1.attn" if case["shared cache"] else None
+            ),
+            logits_soft_cap=2.0 if case["soft cap"] else None,
         )
-        if case["key offset"]:
-            shape = (2, num_kv_heads, case["head size"])
-            impl.runner.key_offset = 0.5 * gaussian(*shape, seed=5)
         (give_extends if case["extends"] else set_path)(impl, path)
         self.requests = DRAFTED if case["drafts"] else REQUESTS
         self.batch = batch = Batch.make(impl, self.requests)
@@ -234,18 +219,7 @@ class Layer:
             builder = make_builder(self.config, self.impl)
             builder.unclamped_window = None
             return builder.build(0, self.batch.common)
-        register(self.config, self.impl)
-        backend = create_chunked_local_attention_backend(TurboAttentionBackend, CHUNK)
-        spec = make_spec(
-            ChunkedLocalAttentionSpec,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=self.impl.num_kv_heads,
-            head_size=self.case["head size"],
-            attention_chunk_size=CHUNK,
-        )
-        names = ["layers.0.attn"]
-        builder = backend.get_builder_cls()(spec, names, self.config, DEVICE)
-        return builder.build(0, self.batch.common)
+        return build_chunked(self.config, self.impl, self.batch)
 
     def run(self) -> torch.Tensor:
         step = self.build()
@@ -264,69 +238,15 @@ class Layer:
     def check(self, output: torch.Tensor) -> None:
         if self.case["sees"] != "chunk":
             self.batch.check(self.impl, output, self.ranges)
-            return
-        begin = 0
-        for row, (num_queries, context) in enumerate(self.requests):
-            self.check_chunks(output, row, begin, num_queries, context)
-            begin += num_queries
-
-    def check_chunks(
-        self, output: torch.Tensor, row: int, begin: int, num_queries: int, context: int
-    ) -> None:
-        """Compare a request to attention of each token over its chunk.
-
-        A decode's query is rounded as in ``Batch.check``.
-        """
-        batch, length = self.batch, context + num_queries
-        runner = self.impl.runner
-        layout = runner.layout
-        key, value = load_context(batch.cache, batch.table[row], length, layout)
-        own = slice(begin, begin + num_queries)
-        shift = torch.zeros_like(key)
-        if runner.key_offset is not None:
-            # A chunk is a sequence of its own for the layer.
-            segments = torch.arange(length) % CHUNK // interface.OFFSET_SEGMENT
-            table = runner.key_offset
-            shift = table[segments.clamp(max=len(table) - 1)].to(key)
-        key += shift
-        if not runner.stored:
-            key[context:], value[context:] = batch.key[own], batch.value[own]
-            shift[context:] = 0
-        decode_lens = [n for n, _ in self.requests if n <= runner.max_query_len]
-        is_decode = row < len(decode_lens) and runner.kernels is not None
-        for first in range(context // CHUNK * CHUNK, length, CHUNK):
-            last = min(first + CHUNK, length)
-            queries = slice(begin + max(first - context, 0), begin + last - context)
-            seen = batch.query[queries], key[first:last], value[first:last]
-            target = None
-            if is_decode:
-                rotated = reference.rotate(seen[0])
-                if rounds_queries(runner, decode_lens):
-                    rotated = reference.round_query(rotated)
-                num_newest = last - max(first, context)
-                target = attention_of_rounded(
-                    reference.inverse_rotate(rotated),
-                    *seen,
-                    0 if runner.stored else num_newest,
-                    self.impl.scale,
-                    shift[first:last],
-                )
-            assert_by_2x_rule(
-                output[queries],
-                *seen,
-                self.impl.scale,
-                self.case["dtype"],
-                True,
-                target,
-            )
+        else:
+            check_chunks(self.impl, self.batch, output)
 
 
-@requires_triton
 @kernel_paths
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_case(tmp_path: Path, case: Case, path: str, settings):
+def test_case(folder, case: Case, path: str, settings):
     """Outputs are right, and the check fails if a feature of the case is left out."""
-    layer = Layer(tmp_path, case, path, settings)
+    layer = Layer(folder, case, path, settings)
     output = layer.run()
     layer.check(output)
     runner = layer.impl.runner
@@ -368,21 +288,21 @@ def test_arguments_are_features():
 
 
 @requires_triton
-def test_refused_pairs_are_refused(tmp_path: Path, settings):
+def test_refused_pairs_are_refused(folder, settings):
     """Each pair without a case is refused, or no layer has the argument."""
     taken = inspect.signature(ChunkedLocalAttention.__init__).parameters
     assert not {"sinks", "logits_soft_cap", "per_layer_sliding_window"} & set(taken)
-    config = make_vllm_config(tmp_path, turbo_prefill="stored")
+    config = make_vllm_config(folder, turbo_prefill="stored")
     config.attention_config.turbo_window = "auto"
     assert window_choice(config) == 0
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     impl = make_impl(config, kv_sharing_target_layer_name="layers.1.attn")
     assert impl.runner.window_wanted == 0
     first = {name: values[0] for name, values in FEATURES.items()}
     both = first | {"soft cap": True, "key offset": True}
     with pytest.raises(AssertionError, match="capped scores with an offset"):
-        Layer(tmp_path, both, "triton", settings).run()
-    batch = Batch.make(make_impl(make_vllm_config(tmp_path)), REQUESTS)
+        Layer(folder, both, "triton", settings).run()
+    batch = Batch.make(make_impl(make_vllm_config(folder)), REQUESTS)
     batch.common.mm_req_doc_ranges = {2: [IMAGE]}
     chunks, _ = make_local_attention_virtual_batches(CHUNK, batch.common, BLOCK_SIZE)
     assert chunks.mm_req_doc_ranges is None

@@ -4,8 +4,6 @@
 turbo dtype the backend stores instead, and attends to the stored tokens.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,11 +22,9 @@ from .backend_utils import (
     PADDING,
     Batch,
     kernel_paths,
-    make_builder,
-    one_rank,
     set_path,
 )
-from .utils import BF16, DEVICE, ON_GPU, gaussian, requires_triton
+from .utils import BF16, DEVICE, ON_GPU, gaussian
 
 HIDDEN = NUM_HEADS * HEAD_SIZE
 EPSILON = 1e-6
@@ -36,12 +32,6 @@ EPSILON = 1e-6
 # chunk.
 REQUESTS = [(1, 40), (1, 9), (20, 33), (5, 0)]
 SINKS = [float("-inf"), -20.0, 2.0, 4.0]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    with one_rank(tmp_path_factory.mktemp("model")) as config:
-        yield config
 
 
 def make_attention(config: VllmConfig, layer_idx: int) -> FlintAttention:
@@ -90,16 +80,15 @@ def normalise_and_rotate(
     return x.to(BF16)
 
 
-@requires_triton
 @kernel_paths
 @pytest.mark.parametrize("layer_idx", [0, 1], ids=["window", "no rope"])
-def test_pages_and_outputs(config, layer_idx, path):
-    module = make_attention(config, layer_idx)
+def test_pages_and_outputs(rank_config, layer_idx, path):
+    module = make_attention(rank_config, layer_idx)
     layer, impl = module.attn, module.attn.impl
     set_path(impl, path)
     batch = Batch.make(impl, REQUESTS)
     layer.kv_cache = batch.cache
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(rank_config, impl)
     num_tokens = sum(length for length, _ in REQUESTS)
     hidden = gaussian(num_tokens + PADDING, HIDDEN, dtype=BF16, seed=7)
     runs = [torch.arange(n) + context for n, context in REQUESTS]
@@ -119,7 +108,7 @@ def test_pages_and_outputs(config, layer_idx, path):
 
     name = layer.layer_name
     with set_forward_context(
-        {name: metadata}, config, slot_mapping={name: batch.common.slot_mapping}
+        {name: metadata}, rank_config, slot_mapping={name: batch.common.slot_mapping}
     ):
         output = module(positions, hidden)[:num_tokens]
     # On a GPU a coordinate of K may be rounded differently: its norm is approximate.
@@ -128,11 +117,11 @@ def test_pages_and_outputs(config, layer_idx, path):
     batch.check(impl, output.view(num_tokens, NUM_HEADS, HEAD_SIZE))
 
 
-def test_profile_run(config):
+def test_profile_run(rank_config):
     """Without a cache, nothing is stored and the output is zero."""
-    module = make_attention(config, 0)
+    module = make_attention(rank_config, 0)
     set_path(module.attn.impl, "torch")
     hidden = gaussian(4, HIDDEN, dtype=BF16, seed=7)
-    with set_forward_context(None, config):
+    with set_forward_context(None, rank_config):
         output = module(torch.arange(4, device=DEVICE), hidden)
     assert (output == 0).all()

@@ -30,10 +30,10 @@ from vllm.v1.attention.ops.turbo.reference.bytes import (
 
 from .fit_codebooks import (
     NUM_VECTORS,
+    codebook_of,
     fit_keys,
     fit_values,
     gaussian_vectors,
-    of_levels,
     quality,
     rounded_in_half,
     table_levels,
@@ -82,31 +82,28 @@ def test_unknown_preset_names_the_presets():
         TurboFormat.from_cache_dtype("turbo2", 128)
 
 
+def check_addresses(layout, addresses: torch.Tensor, planes: tuple[str, ...]) -> None:
+    """Check that addresses, (16, C), are the tile's bytes, each once.
+
+    Planes are aligned: kernels load 32-bit words, in vectors of up to 16 bytes.
+    """
+    assert addresses.shape == (16, layout.slot_size)
+    every = torch.arange(16 * layout.slot_size)
+    assert torch.equal(addresses.flatten().sort().values, every)
+    assert layout.tile_bytes == 16 * layout.slot_size
+    offsets = [getattr(layout, f"{plane}_offset") for plane in planes]
+    assert all(offset % 16 == 0 for offset in (*offsets, layout.tile_bytes))
+
+
 @all_presets
 @all_head_sizes
 def test_tokens_share_no_byte(name, head_size):
-    """Addresses of all tokens are exactly the tile's, each once."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     keys, values = reference.tile_addresses(layout)
     assert keys.shape == (16, layout.key_packed_size)
     assert values.shape == (16, layout.value_packed_size)
-    addresses = torch.cat([keys, values], 1).flatten().sort().values
-    assert torch.equal(addresses, torch.arange(16 * layout.slot_size))
-    assert layout.tile_bytes == 16 * layout.slot_size
-
-
-@all_presets
-@all_head_sizes
-def test_planes_are_aligned(name, head_size):
-    """Kernels load codes as 32-bit words, in vectors of up to 16 bytes."""
-    layout = TurboFormat.from_cache_dtype(name, head_size)
-    for offset in (
-        layout.value_codes_offset,
-        layout.key_scales_offset,
-        layout.value_scales_offset,
-        layout.tile_bytes,
-    ):
-        assert offset % 16 == 0
+    planes = ("value_codes", "key_scales", "value_scales")
+    check_addresses(layout, torch.cat([keys, values], 1), planes)
 
 
 def little_endian(page: bytes, start: int, num_bytes: int) -> int:
@@ -314,9 +311,7 @@ def test_value_quadratic_is_the_levels(bits):
         assert level == pytest.approx(a * v + b * v * abs(v), rel=1e-12)
 
 
-on_cpu_alone = pytest.mark.skipif(
-    ON_GPU, reason="runs on the CPU alone, where it is tested"
-)
+on_cpu_alone = pytest.mark.skipif(ON_GPU, reason="the fit runs on CPUs alone")
 
 
 # The fit gives the constants again. Each has a test of its own, because fits take long.
@@ -335,8 +330,15 @@ def test_key_levels_are_the_fit():
 @pytest.mark.parametrize("bits", KEY_CODEBOOKS)
 def test_key_gain_is_the_fit(bits):
     others = gaussian_vectors(NUM_VECTORS, seed=1)
-    found = quality(others, of_levels(bits, table_levels(fmt.KEY_LEVELS)))
+    found = quality(others, codebook_of(bits, table_levels(fmt.KEY_LEVELS)))
     assert 1 / found.slope == pytest.approx(KEY_CODEBOOKS[bits].gain, abs=2e-4)
+
+
+def documented_rows(layout: type) -> list[tuple[int, ...]]:
+    """The rows of the table in a format's docstring."""
+    number = r" +(\d+)"
+    rows = re.findall(rf"^{4 * number}$", layout.__doc__ or "", re.MULTILINE)
+    return [tuple(map(int, row)) for row in rows]
 
 
 def test_documented_bytes():
@@ -349,8 +351,6 @@ def test_documented_bytes():
         head_size: [*of_presets, 4 * head_size]
         for head_size, of_presets in sizes.items()
     }
-    rows = re.findall(
-        r"^ +(\d+) +(\d+) +(\d+) +(\d+)$", TurboFormat.__doc__ or "", re.MULTILINE
-    )
-    table = [tuple(map(int, row)) for row in rows]
-    assert table == [(size, *of_presets) for size, of_presets in sizes.items()]
+    assert documented_rows(TurboFormat) == [
+        (size, *of_presets) for size, of_presets in sizes.items()
+    ]

@@ -4,22 +4,13 @@
 offset of K, for any division of layers and heads among ranks.
 """
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.model_executor import parameter
-from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.turbo_window import TurboWindow
@@ -29,28 +20,16 @@ from vllm.v1.attention.ops.turbo.keys import bias as key_bias
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.serving import format_id
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, kv_cache_format_id
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from .backend_utils import make_vllm_config
-from .test_key_bias import SelfAttention, load_biases
+from .test_key_bias import SelfAttention, load_biases, set_rank
 from .utils import BF16
 
 NUM_LAYERS = 2
 
-MakeConfig = Callable[..., VllmConfig]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One rank, and a folder for configurations of models."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    with set_current_vllm_config(make_vllm_config(folder)):
-        init_distributed_environment(
-            1, 0, f"file://{folder / 'ranks'}", local_rank=0, backend="gloo"
-        )
-        initialize_model_parallel(1, 1)
-        yield folder
-    cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("rank_config")
 
 
 class Group:
@@ -99,14 +78,11 @@ def make_model(
 
 def specs_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
     """The specs of the layers, as the worker reports them."""
-    layers = get_layers_from_vllm_config(config, Attention)
-    runner = SimpleNamespace(
-        get_kv_cache_spec=lambda: {
-            name: layer.get_kv_cache_spec(config) for name, layer in layers.items()
-        }
-    )
-    worker = SimpleNamespace(model_runner=runner, vllm_config=config)
-    return Worker.get_kv_cache_spec(worker)
+    worker = object.__new__(Worker)
+    worker.vllm_config = config
+    worker.model_runner = runner = object.__new__(GPUModelRunner)
+    runner.vllm_config, runner.speculator = config, None
+    return worker.get_kv_cache_spec()
 
 
 def word_of(config: VllmConfig) -> str:
@@ -115,45 +91,45 @@ def word_of(config: VllmConfig) -> str:
     return word
 
 
-def test_worker_tells_the_format(ranks: Path):
-    specs = specs_of(make_model(ranks, bias=False))
+def test_worker_tells_the_format(folder: Path):
+    specs = specs_of(make_model(folder, bias=False))
     assert len(specs) == NUM_LAYERS
     groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
     assert kv_cache_format_id("turbo4", groups) == f"turbo4.{LAYOUT_VERSION}"
 
 
-def test_other_dtypes_say_nothing(ranks: Path):
-    assert word_of(make_model(ranks, bias=False, dtype="auto")) == ""
+def test_other_dtypes_have_no_id(folder: Path):
+    assert word_of(make_model(folder, bias=False, dtype="auto")) == ""
 
 
-def test_another_layout(ranks: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_layout(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A release with another layout does not find pages of this one."""
-    configs = [make_model(ranks, bias=bias) for bias in (False, True)]
+    configs = [make_model(folder, bias=bias) for bias in (False, True)]
     words = [word_of(config) for config in configs]
     monkeypatch.setattr(format_id, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
     assert len({*words, *map(word_of, configs)}) == 4
 
 
-def test_equal_offsets_agree(ranks: Path):
-    words = {word_of(make_model(ranks)) for _ in range(2)}
+def test_equal_offsets_agree(folder: Path):
+    words = {word_of(make_model(folder)) for _ in range(2)}
     assert len(words) == 1
-    assert words != {word_of(make_model(ranks, bias=False))}
+    assert words != {word_of(make_model(folder, bias=False))}
 
 
-def test_other_offsets_differ(ranks: Path, monkeypatch: pytest.MonkeyPatch):
+def test_other_offsets_differ(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Other biases have another ID, and so has another rule for the same biases."""
-    words = [word_of(make_model(ranks)), word_of(make_model(ranks, scale=1.5))]
+    words = [word_of(make_model(folder)), word_of(make_model(folder, scale=1.5))]
     monkeypatch.setattr(key_offset, "VERSION", key_offset.VERSION + 1)
-    words.append(word_of(make_model(ranks)))
+    words.append(word_of(make_model(folder)))
     assert len(set(words)) == 3
 
 
-def test_other_layers_in_the_models_dtype_differ(ranks: Path):
+def test_other_layers_in_the_models_dtype_differ(folder: Path):
     """IDs differ even if blocks have equally many bytes."""
     choices: list[tuple[str, ...]] = [(), ("0",), ("1",)]
-    words = [word_of(make_model(ranks, bias=False, skipped=x)) for x in choices]
+    words = [word_of(make_model(folder, bias=False, skipped=x)) for x in choices]
     assert len(set(words)) == len(choices)
-    again = word_of(make_model(ranks, bias=False, skipped=choices[1]))
+    again = word_of(make_model(folder, bias=False, skipped=choices[1]))
     assert again == words[1]
 
 
@@ -165,18 +141,15 @@ def set_ranks(monkeypatch: pytest.MonkeyPatch, tp: Group, pp: Group) -> None:
         group.gather(found, own, group)
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    for place in (linear, parameter):
-        for name, value in (("rank", tp.rank_in_group), ("world_size", tp.world_size)):
-            function = f"get_tensor_model_parallel_{name}"
-            monkeypatch.setattr(place, function, lambda value=value: value)
+    set_rank(monkeypatch, tp.rank_in_group, tp.world_size)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_heads_of_other_ranks_count(
-    ranks: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ):
     """The ID is that of one rank, if ranks have several heads, one, or a replica."""
-    word = word_of(make_model(ranks))
+    word = word_of(make_model(folder))
     said: list[object] = [None] * num_ranks
     words: list[set[str]] = []
     # In the first round each rank knows only its own share.
@@ -184,27 +157,29 @@ def test_heads_of_other_ranks_count(
         words.append(set())
         for rank in range(num_ranks):
             set_ranks(monkeypatch, Group(rank, said), Group(0, [None]))
-            words[-1].add(word_of(make_model(ranks)))
+            words[-1].add(word_of(make_model(folder)))
     assert words[1] == {word}
     assert words[0] != words[1]
 
 
-def test_layers_of_other_stages_count(ranks: Path, monkeypatch: pytest.MonkeyPatch):
-    word = word_of(make_model(ranks))
+def test_layers_of_other_stages_count(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    word = word_of(make_model(folder))
     said: list[object] = [None] * NUM_LAYERS
     words: list[set[str]] = []
     for _ in range(2):
         words.append(set())
         for stage in range(NUM_LAYERS):
             set_ranks(monkeypatch, Group(0, [None]), Group(stage, said))
-            words[-1].add(word_of(make_model(ranks, range(stage, stage + 1))))
+            words[-1].add(word_of(make_model(folder, range(stage, stage + 1))))
     assert words[1] == {word}
     assert words[0] != words[1]
 
 
-def test_windows_have_a_word_of_their_own(ranks: Path, monkeypatch: pytest.MonkeyPatch):
+def test_windows_have_a_word_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A window's pages are not kept, so that kept pages are found with any window."""
-    config = make_model(ranks, bias=False)
+    config = make_model(folder, bias=False)
     config.attention_config.turbo_window = "auto"
     config.cache_config.block_size = 64
     name, layer = next(iter(get_layers_from_vllm_config(config, Attention).items()))

@@ -4,7 +4,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -151,9 +150,9 @@ def test_merge_takes_whole_partial_results():
         )
 
 
-def test_lengths_on_the_host(tmp_path: Path):
+def test_lengths_on_the_host(folder):
     """Prefills need lengths on the host; decodes do not."""
-    config = make_vllm_config(tmp_path, dtype=FP16)
+    config = make_vllm_config(folder, dtype=FP16)
     impl = make_impl(config)
     builder = make_builder(config, impl)
     decodes, prefills = ([(1, 9), (1, 40)], [(1, 9), (5, 0)])
@@ -162,7 +161,6 @@ def test_lengths_on_the_host(tmp_path: Path):
         for requests in (decodes, prefills)
     ]
     assert builder.build(0, without[0]).num_decodes == 2
-    with pytest.raises(
-        ValueError, match="turbo4 plans prefills by lengths on the host"
-    ):
+    words = "turbo4 plans prefills by lengths on the host"
+    with pytest.raises(ValueError, match=words):
         builder.build(0, without[1])

@@ -14,37 +14,16 @@ from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import CUDA
-from vllm.v1.attention.ops.turbo.layer import warm_up
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
-from .backend_utils import (
-    HEAD_SIZE,
-    NUM_HEADS,
-    Batch,
-    flash_attn_stand_in,
-    make_builder,
-    make_impl,
-    make_vllm_config,
-)
+from .backend_utils import check_requests, make_impl, make_vllm_config, run_profile
 from .build_utils import TIMEOUT_S
-from .utils import DEVICE, FP16, ON_GPU, requires_triton
+from .flash_utils import flash_attn_stand_in
+from .utils import FP16, ON_GPU, requires_triton
 
 # The driver's messages for a launch that it refuses, and for a kernel that failed.
 REFUSED = "no kernel image is available for execution on the device"
 IN_FLIGHT = "an illegal memory access was encountered"
-
-
-@pytest.fixture
-def choice(monkeypatch, workspace):
-    """As in a new process: nothing has been chosen, and nothing is warm."""
-    monkeypatch.setattr(kernels, "_chosen", [])
-    monkeypatch.setattr(kernels, "_launch_refusal", None)
-    monkeypatch.setattr(kernels, "cuda_unsupported_reason", lambda *args: None)
-    monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
-    monkeypatch.setattr(warm_up, "_warm", set())
-    kernels.share_kernels.cache_clear()
-    yield
-    kernels.share_kernels.cache_clear()
 
 
 def fail(monkeypatch, message: str) -> None:
@@ -66,32 +45,24 @@ def make_gpu_impl(config: VllmConfig) -> TurboAttentionImpl:
     """An implementation that has chosen kernels, even on a CPU."""
     impl = make_impl(config)
     impl.runner.chosen_kernels = kernels.share_kernels("auto", impl.runner.layout, 2)
+    if not ON_GPU:
+        impl.runner.flash_attn = flash_attn_stand_in
     return impl
 
 
-def profile(impl) -> None:
-    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
-    impl.forward(None, x, x, x, None, None, x)
-
-
 @requires_triton
-def test_auto_falls_back_for_all_layers(tmp_path: Path, choice, monkeypatch):
+def test_auto_falls_back_for_all_layers(folder, nothing_chosen, monkeypatch):
     """The fallback holds for earlier layers, their builder, and later layers."""
     fail(monkeypatch, REFUSED)
-    config = make_vllm_config(tmp_path, dtype=FP16)
+    config = make_vllm_config(folder, dtype=FP16)
     layers = [make_gpu_impl(config) for _ in range(2)]
     assert [impl.runner.kernels.name for impl in layers] == ["CUDA", "CUDA"]
-    for impl in layers:
-        if not ON_GPU:
-            impl.runner.flash_attn = flash_attn_stand_in
-    profile(layers[1])
+    run_profile(layers[1])
     layers.append(make_gpu_impl(config))
     for impl in layers:
         assert impl.runner.kernels.name == "Triton"
         assert REFUSED in impl.runner.kernels.reason
-    batch = Batch.make(layers[0], [(1, 31), (9, 0)])
-    metadata = make_builder(config, layers[0]).build(0, batch.common)
-    batch.check(layers[0], batch.run(layers[0], metadata, "triton"))
+    check_requests(config, layers[0], [(1, 31), (9, 0)])
 
 
 @requires_triton
@@ -103,15 +74,15 @@ def test_auto_falls_back_for_all_layers(tmp_path: Path, choice, monkeypatch):
     ],
 )
 def test_others_raise(
-    tmp_path: Path, choice, turbo_kernel, message, error, words, monkeypatch
+    folder, nothing_chosen, turbo_kernel, message, error, words, monkeypatch
 ):
     fail(monkeypatch, message)
-    config = make_vllm_config(tmp_path, dtype=FP16)
+    config = make_vllm_config(folder, dtype=FP16)
     impl = make_gpu_impl(config)
     # Set here, because a CPU refuses the setting earlier.
     impl.runner.kernel_choice = turbo_kernel
     with pytest.raises(error, match=words):
-        profile(impl)
+        run_profile(impl)
     assert impl.runner.kernels.name == "CUDA"
 
 
@@ -132,12 +103,12 @@ def serve_rank(rank: int, store: Path, reasons: multiprocessing.Queue) -> None:
 
 
 @requires_triton
-@pytest.mark.skipif(ON_GPU, reason="what has looked at a GPU cannot be forked")
-def test_ranks_run_the_same_kernels(tmp_path: Path):
+@pytest.mark.skipif(ON_GPU, reason="a process that uses a GPU cannot be forked")
+def test_ranks_run_the_same_kernels(folder):
     context = multiprocessing.get_context("fork")
     found = context.Queue()
     ranks = [
-        context.Process(target=serve_rank, args=(rank, tmp_path / "store", found))
+        context.Process(target=serve_rank, args=(rank, folder / "store", found))
         for rank in range(3)
     ]
     for rank in ranks:

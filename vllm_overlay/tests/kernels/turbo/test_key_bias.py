@@ -4,7 +4,6 @@
 offset is made from it. Long biases that cannot have an offset get a warning.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -30,16 +29,22 @@ from vllm.v1.attention.ops.turbo.keys import bias as key_bias
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.keys.offset import mean_rotary, mean_rotated
 
-from .backend_utils import one_rank
 from .utils import BF16
 
 HIDDEN, HEAD_SIZE, HEADS, KV_HEADS = 256, 64, 8, 4
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    with one_rank(tmp_path_factory.mktemp("model")) as config:
-        yield config
+@pytest.fixture
+def config(rank_config: VllmConfig) -> VllmConfig:
+    return rank_config
+
+
+def set_rank(monkeypatch: pytest.MonkeyPatch, rank: int, num_ranks: int) -> None:
+    """Have new layers divided among tensor parallel ranks, as one of these."""
+    for place in (linear, parameter):
+        for name, value in (("rank", rank), ("world_size", num_ranks)):
+            function = f"get_tensor_model_parallel_{name}"
+            monkeypatch.setattr(place, function, lambda value=value: value)
 
 
 class SelfAttention(nn.Module):
@@ -99,10 +104,7 @@ def test_any_name(config, name):
 )
 def test_heads_of_a_rank(config, monkeypatch, num_ranks, rank, heads):
     """Ranks divide the heads, or replicate them if there are more ranks."""
-    for place in (linear, parameter):
-        for name, value in (("rank", rank), ("world_size", num_ranks)):
-            function = f"get_tensor_model_parallel_{name}"
-            monkeypatch.setattr(place, function, lambda value=value: value)
+    set_rank(monkeypatch, rank, num_ranks)
     module = make_module(config)
     loaded = load_biases(module.qkv_proj)
     found = found_bias(module)
@@ -137,18 +139,14 @@ def set_norm(module: SelfAttention, norm: float) -> None:
     bias[-1] = norm / HEAD_SIZE**0.5
 
 
-def warnings_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found = []
-    monkeypatch.setattr(
-        key_bias.logger,
-        "warning_once",
-        lambda message, *args, scope: found.append(message % args),
-    )
-    key_bias.warn_of_key_biases(model)
-    return found
+def warnings_of(*modules: SelfAttention, log) -> list[str]:
+    """The warnings of a model of these modules."""
+    log.clear()
+    key_bias.warn_of_key_biases(nn.ModuleList(modules))
+    return log.warnings
 
 
-def test_long_biases_are_warned_of(config, monkeypatch):
+def test_long_biases_get_a_warning(config, log, monkeypatch):
     modules = [make_module(config) for _ in range(5)]
     modules.append(make_module(config, bias=False))
     for module, norm in zip(modules, (600, 22, 41, 39.5, 900)):
@@ -157,7 +155,7 @@ def test_long_biases_are_warned_of(config, monkeypatch):
         modules[4].k_norm = RMSNorm(HEAD_SIZE)  # bounds K
     indices = [module.attn.layer_name.split(".")[2] for module in modules]
     monkeypatch.setattr(config.cache_config, "kv_cache_dtype_skip_layers", ["7"])
-    (line,) = warnings_of(nn.ModuleList(modules), monkeypatch)
+    (line,) = warnings_of(*modules, log=log)
     assert f"layers {indices[0]}, {indices[2]} of ModuleList" in line
     assert "up to 600 long" in line
     # The advice is a command line that keeps the layers that are skipped already.
@@ -213,7 +211,7 @@ def test_layers_that_share_a_cache_have_its_offset(config):
     assert table is not None and shared is table
 
 
-def test_layers_with_a_soft_cap_have_none(config, monkeypatch):
+def test_layers_with_a_soft_cap_have_none(config, log):
     """Layers with a soft cap have no offset, nor has a layer whose cache one reads.
 
     The log says so, and long biases get a warning.
@@ -225,22 +223,21 @@ def test_layers_with_a_soft_cap_have_none(config, monkeypatch):
         module.attn.impl.runner.logits_soft_cap = 50.0
     for module in (capped, target, other):
         set_norm(module, 600)
-    said = []
-    monkeypatch.setattr(key_bias.logger, "info_once", said.append)
     modules = capped, target, sharing, other
     *offsets, last = set_offsets(*modules)
     assert offsets == [None] * 3 and last is not None
-    assert len(set(said)) == 1 and "soft cap" in said[0]
-    (line,) = warnings_of(nn.ModuleList(modules), monkeypatch)
+    (line,) = set(log.infos)
+    assert "soft cap" in line
+    (line,) = warnings_of(*modules, log=log)
     numbers = [module.attn.layer_name.split(".")[2] for module in (capped, target)]
     assert f"layers {', '.join(numbers)} of" in line
 
 
-def test_a_long_bias_with_an_offset_is_not_warned_of(config, monkeypatch):
+def test_a_long_bias_with_an_offset_gets_no_warning(config, log):
     module = make_module(config)
     set_norm(module, 600)
     set_offsets(module)
-    assert not warnings_of(nn.ModuleList([module]), monkeypatch)
+    assert not warnings_of(module, log=log)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -252,10 +249,7 @@ def test_ranks_have_their_heads_of_one_table(config, monkeypatch, num_ranks):
     found = []
     for rank in range(num_ranks):
         with monkeypatch.context() as patch:
-            for place in (linear, parameter):
-                for name, value in (("rank", rank), ("world_size", num_ranks)):
-                    function = f"get_tensor_model_parallel_{name}"
-                    patch.setattr(place, function, lambda value=value: value)
+            set_rank(patch, rank, num_ranks)
             module = make_module(config)
             module.rotary_emb = make_rotary(config)
             load_biases(module.qkv_proj)
@@ -290,7 +284,7 @@ def test_weights_that_are_loaded_again_leave_the_offset(config):
 
 
 @pytest.mark.parametrize("when", ["loading", "cached"])
-def test_a_bias_in_an_order_of_marlins_is_none_to_take_off(config, monkeypatch, when):
+def test_a_bias_in_marlins_order_has_no_offset(config, log, when):
     module = make_module(config)
     set_norm(module, 600)
     module.qkv_proj.quant_method.kernel = MarlinFP8Kernel()
@@ -298,13 +292,13 @@ def test_a_bias_in_an_order_of_marlins_is_none_to_take_off(config, monkeypatch, 
         module.qkv_proj._already_called_process_weights_after_loading = True
     with weights_already_processed() if when == "cached" else nullcontext():
         assert set_offsets(module) == [None]
-        assert warnings_of(nn.ModuleList([module]), monkeypatch)
+        assert warnings_of(module, log=log)
 
 
-def test_short_biases_and_other_dtypes_are_not(config, monkeypatch):
+def test_short_biases_and_other_dtypes_get_no_warning(config, log):
     module = make_module(config)
     set_norm(module, 39.5)
-    assert not warnings_of(nn.ModuleList([module]), monkeypatch)
+    assert not warnings_of(module, log=log)
     set_norm(module, 100)
     module.attn.kv_cache_dtype = "fp8"
-    assert not warnings_of(nn.ModuleList([module]), monkeypatch)
+    assert not warnings_of(module, log=log)

@@ -4,7 +4,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,12 +29,11 @@ from .backend_utils import (
     KERNELS,
     NUM_KV_HEADS,
     Batch,
+    all_paths,
     kernel_paths,
-    make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
-    set_path,
     set_scratch,
     with_drafts,
 )
@@ -47,18 +45,14 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
+    SEGMENT,
     all_presets,
     gaussian,
+    model_dtypes,
     requires_triton,
 )
 
-# Native kernels are compiled for the segments that are served.
-SEGMENT = interface.OFFSET_SEGMENT if ON_GPU else 64
-
-
-@pytest.fixture(autouse=True)
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "OFFSET_SEGMENT", SEGMENT)
+pytestmark = pytest.mark.usefixtures("short_segments")
 
 
 def long_offset() -> torch.Tensor:
@@ -69,9 +63,8 @@ def long_offset() -> torch.Tensor:
     """
     offset = torch.zeros(NUM_KV_HEADS, HEAD_SIZE)
     for head in range(NUM_KV_HEADS):
-        offset[head, 5 + head :: 17] = torch.tensor([200.3, -150.7, 250.1, 199.9])[
-            : len(offset[head, 5 + head :: 17])
-        ]
+        own = offset[head, 5 + head :: 17]
+        own.copy_(torch.tensor([200.3, -150.7, 250.1, 199.9])[: len(own)])
     own = 20 / math.sqrt(HEAD_SIZE) * gaussian(9, NUM_KV_HEADS, HEAD_SIZE, seed=5)
     return offset.to(DEVICE) + own
 
@@ -99,86 +92,65 @@ BORDERS = {
 CASES = {name: BATCHES[name] for name in ("mixed", "prefix hits")} | BORDERS
 
 
-@requires_triton
 @prefill_modes
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [BF16, FP16] if ON_GPU else [BF16])
-@pytest.mark.parametrize("path", ["torch", *KERNELS])
-def test_batches(tmp_path: Path, case, mode, dtype, path, monkeypatch):
+@all_paths
+def test_batches(folder, case, mode, dtype, path, monkeypatch):
     # Few splits, so that some have tokens of several segments.
     set_scratch(monkeypatch, partials=4, piece_tokens=2 * SEGMENT)
-    config = make_vllm_config(tmp_path, "turbo4", dtype, mode)
-    impl = make_impl(config)
-    impl.runner.key_offset = long_offset()
-    set_path(impl, path)
+    config = make_vllm_config(folder, "turbo4", dtype, mode)
+    impl = make_impl(config, key_offset=long_offset(), path=path)
     batch = batch_with_offset(impl, CASES[case])
-    metadata = make_builder(config, impl).build(0, batch.common)
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, batch.build(config, impl))
 
 
-@requires_triton
 @pytest.mark.parametrize("mode, window", [("raw", 128), ("stored", 17)])
-@pytest.mark.parametrize("path", ["torch", *KERNELS])
-def test_sliding_windows(tmp_path: Path, mode, window, path, monkeypatch):
+@all_paths
+def test_sliding_windows(folder, mode, window, path, monkeypatch):
     """Segments begin within windows, and within a prefill's own tokens."""
-    set_scratch(monkeypatch, piece_tokens=140)
-    monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
-    config = make_vllm_config(
-        tmp_path, "turbo4", BF16, mode, max_num_batched_tokens=512
-    )
-    impl = make_impl(config, sliding_window=window)
-    impl.runner.key_offset = long_offset()
-    set_path(impl, path)
+    set_scratch(monkeypatch, piece_tokens=140, least_tokens=12)
+    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
+    impl = make_impl(config, sliding_window=window, key_offset=long_offset(), path=path)
     requests = [(1, 63), (1, 64), (1, 70), (1, 700), (40, 50), (150, 31), (5, 640)]
     batch = batch_with_offset(impl, requests)
     batch.free_hidden_blocks(window)
-    metadata = make_builder(config, impl).build(0, batch.common)
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, batch.build(config, impl))
 
 
-@requires_triton
 @prefill_modes
-@pytest.mark.parametrize("path", ["torch", *KERNELS])
-def test_drafts(tmp_path: Path, mode, path):
+@all_paths
+def test_drafts(folder, mode, path):
     """Drafts of mixed lengths at borders of segments, and one without context."""
-    config = with_drafts(make_vllm_config(tmp_path, "turbo4", BF16, mode), 2)
-    impl = make_impl(config)
-    impl.runner.key_offset = long_offset()
-    set_path(impl, path)
+    config = with_drafts(make_vllm_config(folder, "turbo4", BF16, mode), 2)
+    impl = make_impl(config, key_offset=long_offset(), path=path)
     requests = [(3, 31), (1, 2 * SEGMENT - 1), (2, 95), (3, SEGMENT - 1), (3, 0)]
     batch = batch_with_offset(impl, requests)
-    metadata = make_builder(config, impl).build(0, batch.common)
-    batch.check(impl, batch.run(impl, metadata, path))
+    batch.serve(impl, batch.build(config, impl))
 
 
-@requires_triton
 @kernel_paths
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-def test_paths_store_the_same_bytes(tmp_path: Path, dtype, path):
+@model_dtypes
+def test_paths_store_the_same_bytes(folder, dtype, path):
     """Paths store the same bytes; golden bytes test the other presets."""
-    config = make_vllm_config(tmp_path, "turbo4", dtype)
-    impl = make_impl(config)
-    impl.runner.key_offset = long_offset()
-    set_path(impl, path)
+    config = make_vllm_config(folder, "turbo4", dtype)
+    impl = make_impl(config, key_offset=long_offset(), path=path)
     caches = []
     for each in ("torch", path):
         batch = batch_with_offset(impl, BORDERS["prefills at borders"])
-        metadata = make_builder(config, impl).build(0, batch.common)
-        batch.run(impl, metadata, each)
+        batch.run(impl, batch.build(config, impl), each)
         caches.append(batch.cache)
     assert torch.equal(caches[0], caches[1])
 
 
 @requires_triton
-def test_a_cache_that_is_updated_alone_has_the_same_bytes(tmp_path: Path):
+def test_a_cache_that_is_updated_alone_has_the_same_bytes(folder):
     """An update beside the forward pass knows the places of the step's tokens alone."""
-    config = make_vllm_config(tmp_path, "turbo4")
-    impl = make_impl(config)
-    impl.runner.key_offset = long_offset()
-    set_path(impl, KERNELS[0])
+    config = make_vllm_config(folder, "turbo4")
+    impl = make_impl(config, key_offset=long_offset(), path=KERNELS[0])
     requests = BORDERS["prefills at borders"]
     batch, updated = (batch_with_offset(impl, requests) for _ in range(2))
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(config, impl)
     batch.run(impl, metadata, KERNELS[0])
     layer = config.compilation_config.static_forward_context["layers.0.attn"]
 
@@ -233,9 +205,8 @@ def test_a_piece_has_tokens_of_one_segment(piece_tokens):
     assert seen == [list(range(length)) for length in lens]
 
 
-@requires_triton
 @all_presets
-@pytest.mark.parametrize("path", KERNELS)
+@kernel_paths
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_kernels_write_the_golden_bytes_with_an_offset(name, head_size, path):
     layout = TurboFormat.from_cache_dtype(name, head_size)
@@ -250,31 +221,19 @@ def test_kernels_write_the_golden_bytes_with_an_offset(name, head_size, path):
     assert digest_of_bytes(found) == expected["page with K offset"]
 
 
-BASE = 1e6
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 ROPES = {
-    "plain": {"rope_type": "default", "rope_theta": BASE},
-    "partial": {
-        "rope_type": "default",
-        "rope_theta": BASE,
-        "partial_rotary_factor": 0.5,
-    },
-    "linear": {"rope_type": "linear", "rope_theta": BASE, "factor": 4.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": BASE,
-        "factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "mrope": {
-        "rope_type": "default",
-        "rope_theta": BASE,
-        "mrope_section": [16, 8, 8],
-    },
+    "plain": PLAIN,
+    "partial": PLAIN | {"partial_rotary_factor": 0.5},
+    "linear": PLAIN | {"rope_type": "linear", "factor": 4.0},
+    "yarn": PLAIN
+    | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+    "mrope": PLAIN | {"mrope_section": [16, 8, 8]},
 }
 
 
-def make_rope(tmp_path: Path, name: str, dtype: torch.dtype = torch.float32):
-    with set_current_vllm_config(make_vllm_config(tmp_path)):
+def make_rope(folder, name: str, dtype: torch.dtype = torch.float32):
+    with set_current_vllm_config(make_vllm_config(folder)):
         return get_rope(
             HEAD_SIZE,
             max_position=32768,
@@ -295,13 +254,13 @@ def mean_of_keys(rope: nn.Module, bias: torch.Tensor, segment: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_the_offset_is_the_mean_of_the_rotated_bias(tmp_path: Path, name):
+def test_the_offset_is_the_mean_of_the_rotated_bias(folder, name):
     bias = 30 * gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).cpu()
-    rope = make_rope(tmp_path, name)
+    rope = make_rope(folder, name)
     found = mean_rotated(bias, mean_rotary(rope))
     assert len(found) == -(-rope.cos_sin_cache.shape[0] // SEGMENT)
     for segment in (0, 1, 7):
-        expected = mean_of_keys(make_rope(tmp_path, name), bias, segment)
+        expected = mean_of_keys(make_rope(folder, name), bias, segment)
         assert (found[segment] - expected).abs().max() < 1e-4 * bias.abs().max()
     # Fast pairs turn several times, slow ones hardly move.
     assert not torch.allclose(found[0], bias, atol=1.0)
@@ -309,9 +268,9 @@ def test_the_offset_is_the_mean_of_the_rotated_bias(tmp_path: Path, name):
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_the_offset_does_not_depend_on_the_dtype(tmp_path: Path, name):
+def test_the_offset_does_not_depend_on_the_dtype(folder, name):
     bias = gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).bfloat16()
-    ropes = [make_rope(tmp_path, name, dtype) for dtype in (torch.float32, BF16)]
+    ropes = [make_rope(folder, name, dtype) for dtype in (torch.float32, BF16)]
     tables = [rope.cos_sin_cache.clone() for rope in ropes]
     first, second = (mean_rotated(bias, mean_rotary(rope)) for rope in ropes)
     assert torch.equal(first, second)

@@ -3,7 +3,7 @@
 """A model's rotation of a bias of K is found, or reported as unknown."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.ops.turbo import interface
@@ -24,7 +24,7 @@ from vllm.v1.attention.ops.turbo.keys.offset import (
     mean_rotated,
 )
 
-from .backend_utils import make_vllm_config, one_rank
+from .backend_utils import make_vllm_config
 from .test_key_bias import load_biases, make_module
 from .utils import gaussian
 
@@ -49,12 +49,6 @@ MODELS = {"qwen2": "Qwen2", "llama": "Llama", "glm": "Glm", "cohere": "Cohere"}
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "OFFSET_SEGMENT", SEGMENT)
-
-
-@pytest.fixture(scope="module")
-def one_rank_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    with one_rank(tmp_path_factory.mktemp("model")) as config:
-        yield config
 
 
 def transformers_model(name: str = "qwen2", rope: str = "default") -> Any:
@@ -142,7 +136,7 @@ def test_rope_that_is_called_otherwise_is_not_known(monkeypatch):
         mean_rotary(model.rotary_emb)
 
 
-def test_layers_without_rope_beside_others(one_rank_config):
+def test_layers_without_rope_beside_others(rank_config):
     class Attention(nn.Module):
         """An attention module of one of vLLM's models."""
 
@@ -156,29 +150,22 @@ def test_layers_without_rope_beside_others(one_rank_config):
     assert find_rotary(without, model) is None
 
 
-def test_layers_whose_rotation_is_not_known_have_no_offset(
-    one_rank_config, monkeypatch
-):
+def test_layers_whose_rotation_is_not_known_have_no_offset(rank_config, log):
     """Such layers are named. Taking off the bias without rotation would be worse."""
-    module, said = make_module(one_rank_config), []
-
-    def note(message: str, *args: object, **others: object) -> None:
-        said.append(message % args)
-
-    monkeypatch.setattr(key_bias.logger, "warning_once", note)
+    module = make_module(rank_config)
     load_biases(module.qkv_proj)
     model = nn.ModuleList([module, transformers_model("llama").rotary_emb])
     key_bias.set_key_offsets(model)
     assert module.attn.impl.runner.key_offset is None
     number = module.attn.layer_name.split(".")[2]
-    (line,) = said
+    (line,) = log.warnings
     assert f"layers {number}," in line and "LlamaRotaryEmbedding" in line
     assert "--model-impl vllm" in line
 
 
-def longrope(tmp_path: Path, max_model_len: int) -> Any:
+def longrope(folder: Path, max_model_len: int) -> Any:
     """LongRoPE of vLLM, which has long factors if sequences may be long."""
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     config.model_config.max_model_len = max_model_len
     with set_current_vllm_config(config):
         return get_rope(
@@ -190,10 +177,10 @@ def longrope(tmp_path: Path, max_model_len: int) -> Any:
 
 
 @pytest.mark.parametrize("positions", [POSITIONS, 4 * POSITIONS])
-def test_longrope(short_segments, tmp_path: Path, positions, monkeypatch):
+def test_longrope(short_segments, folder, positions, monkeypatch):
     # Made anew, because vLLM's cache does not distinguish lengths of sequences.
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
-    rope = longrope(tmp_path, positions)
+    rope = longrope(folder, positions)
     assert rope.use_long_rope == (positions > POSITIONS)
     parent = nn.ModuleDict({"rotary_emb": rope})
     bias = 30 * gaussian(KV_HEADS, HEAD_SIZE, seed=3).cpu()
@@ -224,7 +211,7 @@ def left_of(
 
 
 @pytest.mark.parametrize("place, unrotated", [(8191, 55), (32767, 210), (131071, 530)])
-def test_how_much_of_a_long_bias_is_left(place, unrotated):
+def test_the_rest_of_a_long_bias(place, unrotated):
     """The table leaves less than 10 of a bias as long and slow as Qwen2.5's.
 
     A layer with more than 40 gets a warning. Taking off the bias without rotation may
@@ -260,7 +247,7 @@ def mrope(positions: int) -> Any:
     )
 
 
-def test_how_much_is_left_behind_an_image(one_rank_config):
+def test_the_rest_behind_an_image(rank_config):
     """An image of 16384 tokens takes 128 positions, so that later keys' positions lag
     far behind their places.
 
@@ -286,7 +273,7 @@ def test_how_much_is_left_behind_an_image(one_rank_config):
     assert left(slowest, place, behind) == pytest.approx(1 / 40, abs=0.002)
 
 
-def test_the_lag_that_is_warned_of(one_rank_config):
+def test_the_lag_that_has_warning(rank_config):
     """Up to this lag at most 40 is left anywhere; beyond it, more is left somewhere."""
     segment = interface.OFFSET_SEGMENT
     table = mean_rotated(slow_bias(460), mean_rotary(mrope(65536)))
@@ -299,23 +286,18 @@ def test_the_lag_that_is_warned_of(one_rank_config):
     assert lag_until(mean_rotated(slow_bias(20), mean_rotary(mrope(65536))), 40) is None
 
 
-@pytest.mark.parametrize("max_model_len, is_warned_of", [(65536, True), (4096, False)])
-def test_long_lags_are_warned_of(
-    one_rank_config, monkeypatch, max_model_len, is_warned_of
+@pytest.mark.parametrize("max_model_len, has_warning", [(65536, True), (4096, False)])
+def test_long_lags_get_a_warning(
+    rank_config, log, monkeypatch, max_model_len, has_warning
 ):
-    module, said = make_module(one_rank_config), []
+    module = make_module(rank_config)
     module.rotary_emb = mrope(65536)
-    monkeypatch.setattr(one_rank_config.model_config, "max_model_len", max_model_len)
-
-    def note(message: str, *args: object, **others: object) -> None:
-        said.append(message % args)
-
-    monkeypatch.setattr(key_bias.logger, "warning_once", note)
+    monkeypatch.setattr(rank_config.model_config, "max_model_len", max_model_len)
     bias = key_bias.find_key_bias(module.attn, module)
     bias.copy_(slow_bias(460).expand_as(bias))
     key_bias.prepare_key_biases(nn.ModuleList([module]))
     number = module.attn.layer_name.split(".")[2]
-    assert len(said) == is_warned_of
-    for line in said:
+    assert len(log.warnings) == has_warning
+    for line in log.warnings:
         assert "images and videos of more than" in line
         assert line.endswith(f"--kv-cache-dtype-skip-layers {number}")

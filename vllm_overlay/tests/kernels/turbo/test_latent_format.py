@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import regex as re
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
@@ -37,7 +36,12 @@ from .latent_utils import (
     latent_vectors,
     random_latent_pages,
 )
-from .test_format import little_endian, scale_by_contract
+from .test_format import (
+    check_addresses,
+    documented_rows,
+    little_endian,
+    scale_by_contract,
+)
 from .test_golden import digest, pseudo_random
 from .utils import DEVICE, ON_GPU, gaussian
 
@@ -69,11 +73,9 @@ def test_bytes_per_token():
 
 
 def test_documented_bytes():
-    rows = re.findall(
-        r"^ +(\d+) +(\d+) +(\d+) +(\d+)$", LatentFormat.__doc__ or "", re.MULTILINE
-    )
-    table = [tuple(map(int, row)) for row in rows]
-    assert table == [(*sizes, *of_presets) for sizes, of_presets in SIZES.items()]
+    assert documented_rows(LatentFormat) == [
+        (*sizes, *of_presets) for sizes, of_presets in SIZES.items()
+    ]
 
 
 @pytest.mark.parametrize("name", ["k4v3", "fp8", "auto"])
@@ -94,22 +96,9 @@ def test_other_sizes_name_the_way_out(name, head_size):
 @latent_presets
 @latent_head_sizes
 def test_tokens_share_no_byte(name, head_size):
-    """Addresses of all tokens are exactly the tile's, and planes are aligned."""
     layout = layout_of(name, head_size)
-    addresses = reference.latent_addresses(layout)
-    assert addresses.shape == (16, layout.slot_size)
-    assert torch.equal(
-        addresses.flatten().sort().values, torch.arange(16 * layout.slot_size)
-    )
-    assert layout.tile_bytes == 16 * layout.slot_size
-    for offset in (
-        layout.path_bits_offset,
-        layout.rope_offset,
-        layout.scales_offset,
-        layout.rope_scales_offset,
-        layout.tile_bytes,
-    ):
-        assert offset % 16 == 0
+    planes = ("path_bits", "rope", "scales", "rope_scales")
+    check_addresses(layout, reference.latent_addresses(layout), planes)
 
 
 def latent_by_contract(page: bytes, token: int, layout: LatentFormat) -> list[float]:

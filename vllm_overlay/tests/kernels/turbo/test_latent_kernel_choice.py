@@ -5,16 +5,14 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm.config import VllmConfig
-from vllm.platforms.interface import DeviceCapability
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.mla import turbo_mla
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
-from vllm.v1.attention.ops.turbo import choose
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
@@ -41,7 +39,6 @@ from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
-from .backend_utils import one_rank
 from .build_utils import TIMEOUT_S
 from .latent_utils import latent_presets
 from .mla_utils import make_mla_config, make_mla_layer
@@ -55,8 +52,10 @@ CUDA_BUILD_ERROR = kernels.cuda_build_error
 cpu_layers = pytest.mark.skipif(ON_GPU, reason="the tests' layers are for CPUs")
 
 
-class Platform:
-    """A GPU of a compute capability, or none."""
+class Device(Platform):
+    """A GPU of a compute capability, or none. It is no CPU either."""
+
+    _enum = PlatformEnum.UNSPECIFIED
 
     def __init__(self, capability: tuple[int, int] | None) -> None:
         self.capability = capability
@@ -70,18 +69,14 @@ class Platform:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Iterator[VllmConfig]:
-    """The configuration of a model with one layer, within a rank."""
-    with one_rank(tmp_path, make_mla_config(tmp_path, "turbo4", FP16)) as config:
-        yield config
+def config(rank_config: VllmConfig, folder: Path) -> VllmConfig:
+    return make_mla_config(folder, "turbo4", FP16)
 
 
 @pytest.fixture
-def nothing_chosen(monkeypatch):
+def hopper(nothing_chosen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process with a Hopper GPU, whose kernels can be built."""
-    monkeypatch.setattr(choose, "_chosen", [])
-    monkeypatch.setattr(choose, "_launch_refusal", None)
-    monkeypatch.setattr(kernels, "current_platform", Platform((9, 0)))
+    monkeypatch.setattr(kernels, "current_platform", Device((9, 0)))
     monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
     monkeypatch.setattr(latent_warm_up, "_warm", set())
     kernels.share_latent_kernels.cache_clear()
@@ -89,14 +84,17 @@ def nothing_chosen(monkeypatch):
     kernels.share_latent_kernels.cache_clear()
 
 
+def refuse_launch(*args: object) -> None:
+    """A store whose launch the driver refuses."""
+    raise LaunchRefused(REFUSED)
+
+
 @pytest.mark.parametrize(
     "capability, words",
     [(None, "need an NVIDIA GPU"), ((7, 5), "before compute capability 8.0")],
 )
-def test_triton_serves_where_cuda_cannot(
-    nothing_chosen, monkeypatch, capability, words
-):
-    monkeypatch.setattr(kernels, "current_platform", Platform(capability))
+def test_triton_serves_where_cuda_cannot(hopper, monkeypatch, capability, words):
+    monkeypatch.setattr(kernels, "current_platform", Device(capability))
     chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
     assert chosen.name == TRITON and words in chosen.reason
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{words}"):
@@ -105,7 +103,7 @@ def test_triton_serves_where_cuda_cannot(
 
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
-def test_triton_decodes_what_cuda_stores(nothing_chosen, choice):
+def test_triton_decodes_pages_that_cuda_stores(hopper, choice):
     """CUDA has no decode kernel for codes of three bits."""
     layout = LatentFormat.from_cache_dtype("turbo3", 576)
     chosen = kernels.share_latent_kernels(choice, layout, 16, 1).kernels
@@ -119,8 +117,8 @@ def test_triton_decodes_what_cuda_stores(nothing_chosen, choice):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_cuda_serves_where_it_can(nothing_chosen, monkeypatch, capability):
-    monkeypatch.setattr(kernels, "current_platform", Platform(capability))
+def test_cuda_serves_where_it_can(hopper, monkeypatch, capability):
+    monkeypatch.setattr(kernels, "current_platform", Device(capability))
     chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
     assert chosen.name == CUDA
     assert chosen.decode_attention is latent_decode.decode_attention
@@ -135,17 +133,12 @@ def test_cuda_serves_where_it_can(nothing_chosen, monkeypatch, capability):
 
 @requires_triton
 @cpu_layers
-def test_a_refused_launch_falls_back_for_all_layers(
-    nothing_chosen, monkeypatch, workspace, config
-):
-    def store(*args: object) -> None:
-        raise LaunchRefused(REFUSED)
-
+def test_a_refused_launch_falls_back_for_all_layers(hopper, monkeypatch, config):
     monkeypatch.setattr(
         kernels,
         "cuda_latent_kernels",
         lambda layout, reason: TritonLatentKernels(reason)._replace(
-            store=store, name=CUDA
+            store=refuse_launch, name=CUDA
         ),
     )
     monkeypatch.setattr(latent_warm_up, "batches", lambda runner: [[1, 1]])
@@ -162,21 +155,18 @@ def test_a_refused_launch_falls_back_for_all_layers(
 
 @requires_triton
 @cpu_layers
-def test_a_refused_launch_is_an_error_if_cuda_was_asked_for(
-    nothing_chosen, monkeypatch, workspace, config
+def test_a_refused_launch_is_an_error_with_turbo_kernel_cuda(
+    hopper, monkeypatch, config
 ):
-    def store(*args: object) -> None:
-        raise LaunchRefused(REFUSED)
-
     runner = make_mla_layer(config).impl.runner
-    runner.kernels = TritonLatentKernels()._replace(store=store, name=CUDA)
+    runner.kernels = TritonLatentKernels()._replace(store=refuse_launch, name=CUDA)
     runner.kernel_choice = "cuda"
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{REFUSED}"):
         latent_warm_up.warm_up(runner, DEVICE)
 
 
 @requires_triton
-def test_builds_go_on_until_kernels_are_asked_for(nothing_chosen, monkeypatch):
+def test_builds_go_on_until_kernels_are_asked_for(hopper, monkeypatch):
     """Builds are of the modules that will be needed; Triton's kernels need none."""
     asked, may_end = [], threading.Event()
 
@@ -203,8 +193,7 @@ def test_builds_begin_with_the_layer(monkeypatch, workspace, config, is_served):
     """Builds begin with a layer that a worker makes; others begin with the weights."""
     calls: list[str] = []
     # Only the backend's module sees this; the CPU's platform selects the backend.
-    other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
-    monkeypatch.setattr(turbo_mla, "current_platform", other)
+    monkeypatch.setattr(turbo_mla, "current_platform", Device(None))
     monkeypatch.setattr(
         turbo_mla, "is_workspace_manager_initialized", lambda: is_served
     )
@@ -226,7 +215,7 @@ def test_builds_begin_with_the_layer(monkeypatch, workspace, config, is_served):
 @pytest.mark.parametrize("max_query_len", [1, 4, 128])
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @latent_presets
-def test_whatever_a_step_asks_for_is_built(
+def test_modules_that_a_step_needs_are_built(
     monkeypatch, name, capability, num_heads, max_query_len
 ):
     """Modules that a step needs are built at the start, and ahead of time."""

@@ -5,7 +5,6 @@ same arguments, and the output must be right.
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from vllm.v1.attention.ops.turbo.interface import (
 
 from .backend_utils import (
     Batch,
-    make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
@@ -193,11 +191,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     "window, sinks, cap", [(None, None, None), (2, [0.0, 1.0, -20.0, 2.0], 0.5)]
 )
-def test_output_of_what_is_launched(
-    tmp_path: Path, requests, mode, window, sinks, cap, launches
-):
+def test_output_of_launches(folder, requests, mode, window, sinks, cap, launches):
     """Outputs are right, from views of one tensor, as models hand q, K and V over."""
-    config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode))
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
     if sinks is not None:
         sinks = torch.tensor(sinks, dtype=FP16, device=DEVICE)
     impl = make_impl(config, sliding_window=window, sinks=sinks, logits_soft_cap=cap)
@@ -208,8 +204,8 @@ def test_output_of_what_is_launched(
     qkv = torch.cat([batch.query, batch.key, batch.value], 1)
     heads = [impl.num_heads, impl.num_kv_heads, impl.num_kv_heads]
     batch.query, batch.key, batch.value = qkv.split(heads, 1)
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(config, impl)
     assert metadata.prefill is None
-    batch.check(impl, batch.run(impl, metadata, "kernels"))
+    batch.serve(impl, metadata)
     calls = [["decode", "merge"], ["extend", "merge"]][: 1 + len(metadata.extends)]
     assert launches == ["store", *sum(calls, [])]

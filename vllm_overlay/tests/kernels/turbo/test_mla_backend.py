@@ -3,7 +3,6 @@
 """The MLA layer of vLLM with turbo pages: stored bytes, outputs and memory."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.worker.utils import customize_attention_spec
 from vllm.v1.worker.workspace import lock_workspace
 
-from .backend_utils import one_rank, with_drafts
+from .backend_utils import prefill_modes, with_drafts
 from .latent_utils import latent_presets
 from .mla_utils import (
     FP32,
@@ -58,18 +57,10 @@ BATCHES = {
     "contexts": [(LONG, 64), (LONG + 9, 0), (LONG, 33)],
     "mixed": [(1, 33), (1, 70), (7, 32), (LONG, 70), (LONG, 0)],
 }
-pytestmark = pytest.mark.skipif(ON_GPU, reason="fp32 layers are for CPUs")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def rank(folder: Path) -> Iterator[VllmConfig]:
-    with one_rank(folder, make_mla_config(folder)) as config:
-        yield config
+pytestmark = [
+    pytest.mark.skipif(ON_GPU, reason="fp32 layers are for CPUs"),
+    pytest.mark.usefixtures("rank_config"),
+]
 
 
 def assert_as_expected(
@@ -100,9 +91,9 @@ def test_backend_interface():
 
 
 @latent_presets
-@pytest.mark.parametrize("mode", ["raw", "stored"])
+@prefill_modes
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
-def test_batches(folder, rank, name, mode, requests):
+def test_batches(folder, name, mode, requests):
     """Short queries see all tokens as stored. Long queries see their own tokens raw, or
     also as stored.
     """
@@ -113,8 +104,8 @@ def test_batches(folder, rank, name, mode, requests):
 
 @requires_triton
 @latent_presets
-@pytest.mark.parametrize("mode", ["raw", "stored"])
-def test_triton_kernels(folder, rank, name, mode):
+@prefill_modes
+def test_triton_kernels(folder, name, mode):
     """Outputs are PyTorch's up to rounding in fp16, and all bytes are the same."""
     config = make_mla_config(folder, name, torch.float16, turbo_prefill=mode)
     layer = make_mla_layer(config)
@@ -129,10 +120,10 @@ def test_triton_kernels(folder, rank, name, mode):
     torch.testing.assert_close(output, expected, atol=4e-3, rtol=0)
 
 
-@pytest.mark.parametrize("rank_, rope", [(512, 0), (256, 64)])
-@pytest.mark.parametrize("mode", ["raw", "stored"])
-def test_other_sizes(folder, rank, rank_, rope, mode):
-    config = make_mla_config(folder, rank=rank_, rope=rope, turbo_prefill=mode)
+@pytest.mark.parametrize("rank, rope", [(512, 0), (256, 64)])
+@prefill_modes
+def test_other_sizes(folder, rank, rope, mode):
+    config = make_mla_config(folder, rank=rank, rope=rope, turbo_prefill=mode)
     batch = MLABatch.make(make_mla_layer(config), BATCHES["mixed"])
     assert_as_expected(batch, config, LONG if mode == "raw" else None)
 
@@ -149,7 +140,7 @@ def empty_is_nan() -> Iterator[None]:
     "requests, is_uniform",
     [([(1, 31), (1, 5)], True), ([(3, 31), (3, 64)], True), ([(3, 31), (1, 5)], False)],
 )
-def test_padded_batch(folder, rank, empty_is_nan, requests, is_uniform):
+def test_padded_batch(folder, empty_is_nan, requests, is_uniform):
     """A CUDA graph's batch has requests without tokens, and padded rows for them."""
     assert torch.empty(1).isnan().all()
     config = make_mla_config(folder)
@@ -166,7 +157,7 @@ def test_padded_batch(folder, rank, empty_is_nan, requests, is_uniform):
         assert not output[len(expected) :].any()
 
 
-def test_projected_context_has_room(folder, rank):
+def test_projected_context_has_room(folder):
     """The workspace has room for twice the projected keys and values of the longest
     piece of context and the keys with rotary parts. The profile run takes it.
     """
@@ -183,7 +174,7 @@ def test_projected_context_has_room(folder, rank):
     assert num_rows % config.cache_config.block_size == 0
 
 
-def test_context_in_several_chunks(folder, rank, monkeypatch):
+def test_context_in_several_chunks(folder, monkeypatch):
     """The workspace is smaller than the contexts, which are read in chunks."""
     monkeypatch.setattr(
         TurboMLAMetadataBuilder,
@@ -199,7 +190,7 @@ def test_context_in_several_chunks(folder, rank, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_lose_one_rounding_by_the_rotation(folder, rank, dtype):
+def test_weights_lose_one_rounding_by_the_rotation(folder, dtype):
     """The error of weights that include the rotation is at most twice the error of
     rounding weights to the model's dtype.
     """
@@ -221,7 +212,7 @@ def test_weights_lose_one_rounding_by_the_rotation(folder, rank, dtype):
         assert 0 < error < 2 * (own - weight).norm()
 
 
-def test_weights_that_are_loaded_again(folder, rank):
+def test_weights_that_are_loaded_again(folder):
     """Reloaded weights are rotated, and written where CUDA graphs read the old ones."""
     config = make_mla_config(folder)
     layer = make_mla_layer(config)
@@ -233,7 +224,7 @@ def test_weights_that_are_loaded_again(folder, rank):
     assert addresses == (layer.W_UV.data_ptr(), layer.W_UK_T.data_ptr())
 
 
-def test_nothing_is_kept_among_the_weights(folder, rank, monkeypatch):
+def test_nothing_is_kept_among_the_weights(folder, monkeypatch):
     """Sleep may discard weights, so matrices are made on the host and copied anew."""
     devices = []
 
@@ -249,7 +240,7 @@ def test_nothing_is_kept_among_the_weights(folder, rank, monkeypatch):
 
 
 @latent_presets
-def test_bytes_of_a_page(folder, rank, name):
+def test_bytes_of_a_page(folder, name):
     """A page has the bytes of a slot for each token."""
     config = make_mla_config(folder, name)
     layer = make_mla_layer(config)
@@ -259,7 +250,7 @@ def test_bytes_of_a_page(folder, rank, name):
     assert spec.kv_quant_mode == get_kv_quant_mode(name)
 
 
-def test_line_at_the_start(folder, rank):
+def test_line_at_the_start(folder):
     config = make_mla_config(folder, turbo_prefill="stored")
     impls = [make_mla_layer(config).impl for _ in range(3)]
     assert describe_latent_cache(impls) == (
@@ -270,7 +261,7 @@ def test_line_at_the_start(folder, rank):
     )
 
 
-def test_pages_say_their_format(folder, rank):
+def test_pages_say_their_format(folder):
     """The format ID of latents is the layout version alone."""
     config = make_mla_config(folder)
     layers = [make_mla_layer(config) for _ in range(2)]
@@ -307,7 +298,7 @@ def test_cpu_keeps_blocks_and_prefix_caching(folder, cache_dtype):
 BAILING = {"architectures": ["BailingMoeV2_5ForCausalLM"], "num_attention_heads": 32}
 
 
-def test_blocks_of_hybrids(folder, rank):
+def test_blocks_of_hybrids(folder):
     """A block has just as many tokens as it takes to cover a state."""
     config = make_mla_config(folder, **BAILING)
     with set_current_vllm_config(config):
@@ -359,7 +350,7 @@ def many_splits(num_seqs: int, num_heads: int, num_sms: int, query_len: int = 1)
     return MAX_KV_SPLITS
 
 
-def test_the_profile_run_takes_all_memory(folder, rank, workspace):
+def test_the_profile_run_takes_all_memory(folder, workspace):
     """No step needs more than the profile run took, for any number of splits."""
     config = with_drafts(make_mla_config(folder, turbo_prefill="stored"))
     layer = make_mla_layer(config)

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config.vllm import enable_rope_kvcache_mla_fusion
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
@@ -33,9 +33,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
-from .backend_utils import one_rank
+from .backend_utils import make_layer
 from .mla_utils import (
     FP32,
+    MLABatch,
     make_mla_builder,
     make_mla_config,
     make_mla_layer,
@@ -61,19 +62,8 @@ from .utils import ON_GPU
 pytestmark = pytest.mark.skipif(ON_GPU, reason="fp32 layers are for CPUs")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def rank(folder: Path) -> Iterator[VllmConfig]:
-    with one_rank(folder, make_mla_config(folder)) as config:
-        yield config
-
-
 @pytest.fixture
-def config(folder: Path, rank: VllmConfig) -> VllmConfig:
+def config(folder: Path, rank_config: VllmConfig) -> VllmConfig:
     return make_mla_config(folder)
 
 
@@ -162,9 +152,8 @@ def test_layer(config, changes, feature):
         make_mla_layer(config, **changes)
 
 
-@pytest.mark.parametrize("sizes", [(448, 64), (512, 128), (320, 0), (576, 0)])
-def test_sizes(folder, rank, sizes):
-    rank, rope = sizes
+@pytest.mark.parametrize("rank, rope", [(448, 64), (512, 128), (320, 0), (576, 0)])
+def test_sizes(config, folder, rank, rope):
     with refused(f"latent of {rank} and {rope} rotary|head_size"):
         make_mla_layer(make_mla_config(folder, rank=rank, rope=rope))
 
@@ -369,8 +358,6 @@ def test_spec(config, make, feature):
 
 def test_non_causal_batch(config):
     """A drafter's non-causal batch is refused; its layer does not announce it."""
-    from .mla_utils import MLABatch
-
     layer = make_mla_layer(config)
     common = MLABatch.make(layer, [(3, 16)]).common
     with pytest.raises(NotImplementedError, match="turbo4.*non-causal"):
@@ -438,8 +425,7 @@ def test_layers_of_another_class(config, platform, monkeypatch):
 
 def make_neighbour(config: VllmConfig) -> None:
     """Add a layer with K and V, as a drafter has."""
-    with set_current_vllm_config(config), set_default_torch_dtype(FP32):
-        Attention(4, 64, 0.1, 2, cache_config=config.cache_config, prefix="draft.0")
+    make_layer(config, prefix="draft.0")
 
 
 @platforms

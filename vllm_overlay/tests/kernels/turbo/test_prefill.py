@@ -21,7 +21,7 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, PrefillScratch
 from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, SeqLens
 
-from .backend_utils import flash_attn_of_gpu, flash_attn_stand_in
+from .flash_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import (
     DEVICE,
     FP16,

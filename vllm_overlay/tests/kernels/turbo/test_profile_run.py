@@ -4,8 +4,6 @@
 shared by layers with different numbers of query heads.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -31,53 +29,32 @@ from vllm.v1.attention.ops.turbo.planning.scratch import PrefillScratch
 from vllm.v1.attention.ops.turbo.triton import isolate
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
-from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from . import backend_utils
 from .backend_utils import (
-    BLOCK_SIZE,
     HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
+    check_requests,
     kernel_paths,
     make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
     register,
-    set_path,
+    reserve,
     set_scratch,
     with_drafts,
 )
-from .utils import DEVICE, FP16, cache_spec, requires_triton
+from .flash_utils import no_flash_attn, no_kernel
+from .utils import FP16, requires_triton
 
 pytestmark = requires_triton
 
 # Query heads of two layers of one cache group.
 FEW, MANY = NUM_KV_HEADS, 8 * NUM_KV_HEADS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-def profile(*impls: TurboAttentionImpl) -> None:
-    """Run the profile run of some layers; then the workspace must not grow."""
-    for impl in impls:
-        shape = (1, impl.num_heads, HEAD_SIZE)
-        tokens = torch.zeros(shape, dtype=impl.runner.shape.dtype, device=DEVICE)
-        impl.forward(None, tokens, tokens, tokens, None, None, tokens)
-    lock_workspace()
-
-
-def no_kernel(*args, **arguments) -> None:
-    """A stand-in for kernels, in tests that check only their arguments."""
-
-
-def no_flash_attn(q, **arguments):
-    return arguments["out"], torch.zeros(q.shape[1], q.shape[0], device=q.device)
 
 
 def check_scratch(query: RotatedQuery, call: AttentionCall, partials: Partials) -> None:
@@ -145,7 +122,7 @@ def test_every_batch_of_decodes_and_extends(
     impl.runner.flash_attn = no_flash_attn
     monkeypatch.setattr(layer_runner, "prefill_attention", no_kernel)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
-    profile(impl)
+    reserve(impl)
     builder = make_builder(config, impl)
     of_decodes = num_drafts + 1
     lengths = [*range(1, of_decodes + 1), of_decodes + 1, 16, longest]
@@ -158,7 +135,7 @@ def test_every_batch_of_decodes_and_extends(
             batch = Batch.make(impl, requests)
             built = builder.build(0, batch.common)
             assert built.prefill is None
-            batch.run(impl, built, "kernels")
+            batch.run(impl, built)
 
 
 @pytest.mark.parametrize("num_seqs", [16, 24, 128])
@@ -175,11 +152,11 @@ def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
     monkeypatch.setattr(layer_runner, "prefill_attention", no_kernel)
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 128)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
-    profile(impl)
+    reserve(impl)
     batch = Batch.make(impl, [(128, 8)] * num_seqs)
-    built = make_builder(config, impl).build(0, batch.common)
+    built = batch.build(config, impl)
     assert built.prefill is None and built.num_packed_tokens == num_tokens
-    batch.run(impl, built, "kernels")
+    batch.run(impl, built)
     (plan,) = built.decode_plans.values()
     assert len(plan.calls) == num_seqs // 2 and plan.num_partials == 1024
     for call in plan.calls:
@@ -196,8 +173,7 @@ def make_shared_builder(
     names = [f"layers.{index}.attn" for index in range(len(impls))]
     for name, impl in zip(names, impls):
         register(config, impl, name)
-    spec = cache_spec(impls[0].runner.layout, NUM_KV_HEADS, BLOCK_SIZE)
-    return TurboMetadataBuilder(spec, names, config, DEVICE)
+    return make_builder(config, impls[0], names)
 
 
 @prefill_modes
@@ -214,7 +190,7 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
         impl.runner.flash_attn = no_flash_attn
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 4)
     builder = make_shared_builder(config, impls)
-    profile(*impls)
+    reserve(*impls)
     for requests in (
         [(1, 40)],
         [(1, 40), (1, 9), (4, 40), (3, 33)],
@@ -225,7 +201,7 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
         batches = [Batch.make(impl, requests) for impl in impls]
         built = builder.build(0, batches[0].common)
         for impl, batch in zip(impls, batches):
-            batch.run(impl, built, "kernels")
+            batch.run(impl, built)
 
 
 @kernel_paths
@@ -236,15 +212,13 @@ def test_unlike_layers_share_a_batch(folder, path, workspace):
     splits would overlap.
     """
     config = make_vllm_config(folder, "turbo4", FP16)
-    impls = [make_impl(config, num_heads) for num_heads in (FEW, MANY)]
-    for impl in impls:
-        set_path(impl, path)
+    impls = [make_impl(config, num_heads, path=path) for num_heads in (FEW, MANY)]
     current_workspace_manager().get_simultaneous(((2**20,), torch.uint8))
     builder = make_shared_builder(config, impls)
     batches = [Batch.make(impl, [(1, 150)]) for impl in impls]
     built = builder.build(0, batches[0].common)
     for impl, batch in zip(impls, batches):
-        batch.check(impl, batch.run(impl, built, path))
+        batch.serve(impl, built)
 
 
 def test_longest_extend_of_unlike_layers(folder):
@@ -268,12 +242,9 @@ def test_stored_tokens_fit_a_piece(folder, path, monkeypatch):
     """
     set_scratch(monkeypatch, slice_tokens=32, piece_tokens=32)
     config = make_vllm_config(folder, "turbo4", FP16, "stored")
-    impl = make_impl(config, NUM_HEADS, NUM_HEADS)
-    set_path(impl, path)
+    impl = make_impl(config, NUM_HEADS, NUM_HEADS, path=path)
     # Extends have no slices.
     kernels = impl.runner.kernels
     impl.runner.kernels = kernels._replace(extend_attention=None)
-    batch = Batch.make(impl, [(20, 9)])
-    built = make_builder(config, impl).build(0, batch.common)
+    built = check_requests(config, impl, [(20, 9)])
     assert built.prefill is not None
-    batch.check(impl, batch.run(impl, built, path))

@@ -93,20 +93,20 @@ def check_settings(text: str) -> None:
 
 
 @all_reasons
-def test_what_helps_exists(reason: Reason):
+def test_advice_exists(reason: Reason):
     check_settings(reason.instead)
     check_settings(re.sub(" of --speculative-config", "", reason.met))
 
 
 @pytest.mark.parametrize("reason", [*WINDOW_FEATURES, window_room(1, 16, 2)])
-def test_what_helps_a_window_exists(reason: str):
+def test_advice_for_a_window_exists(reason: str):
     check_settings(reason)
     # A hybrid's blocks cannot be shortened.
     assert re.search(SETTING, reason) or "turbo_prefill" in reason or "hybrid" in reason
 
 
 @pytest.mark.parametrize("name", CONNECTORS)
-def test_what_helps_a_connector_exists(name: str):
+def test_advice_for_a_connector_exists(name: str):
     verdict = CONNECTORS[name]
     whys = [UNKNOWN_WITH_MLA, CANONICAL_MLA]
     whys += [verdict.reason] * (verdict.state is State.REFUSED)

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.worker.utils import customize_attention_spec
 
-from .backend_utils import make_vllm_config
+from .backend_utils import make_impl, make_layer, make_vllm_config
 from .refusal_cases import (
     IMPL_ARGUMENTS,
     MICRO_BATCHES,
@@ -30,8 +30,6 @@ from .refusal_cases import (
     dcp_config,
     fast_prefill_config,
     make_builder,
-    make_impl,
-    make_layer,
     make_spec,
     mm_prefix_config,
     parallel_config,
@@ -46,9 +44,8 @@ from .utils import all_presets
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+def config(folder: Path) -> VllmConfig:
     """The configuration of a model with one layer, "layers.0.attn"."""
-    folder: Path = tmp_path_factory.mktemp("model")
     config = make_vllm_config(folder)
     make_layer(config)
     return config

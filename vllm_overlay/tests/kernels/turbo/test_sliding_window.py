@@ -7,23 +7,21 @@ Blocks before a window may belong to another sequence: none of their bytes may c
 
 import random
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 
 from vllm.config import VllmConfig
-from vllm.v1.attention.ops.turbo.planning import prefill as planning
 from vllm.v1.attention.ops.turbo.planning.sliding_window import plan_window_slices
 
 from .backend_utils import (
-    KERNELS,
-    Batch,
-    make_builder,
+    RAGGED_DRAFTS,
+    all_paths,
+    check_requests,
+    kernel_paths,
     make_impl,
     make_vllm_config,
     prefill_modes,
-    set_path,
     set_scratch,
     with_drafts,
 )
@@ -41,7 +39,7 @@ REQUESTS = {
 # Requests with up to two drafts, of equal and of different lengths.
 DRAFTED = {
     "uniform": [(3, 31), (3, 0), (3, 14), (3, 129)],
-    "ragged": [(3, 31), (1, 130), (2, 15), (3, 0), (7, 64)],
+    "ragged": RAGGED_DRAFTS,
 }
 # Some of all cases, because the interpreter takes seconds for each.
 KERNEL_CASES = [
@@ -68,31 +66,18 @@ LONG_WINDOWS = [1000, 1024, 4096]
 LONG = [(1, 1023), (1, 1024), (1, 5000), (64, 1500), (3000, 900), (2, 4096), (1, 15)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have room for 12 tokens more than the longest window."""
-    set_scratch(monkeypatch, piece_tokens=140)
-    monkeypatch.setattr(planning, "LEAST_TOKENS", 12)
+    set_scratch(monkeypatch, piece_tokens=140, least_tokens=12)
 
 
 def check(
-    config: VllmConfig,
-    requests: list[tuple[int, int]],
-    window: int,
-    path: str,
+    config: VllmConfig, requests: list[tuple[int, int]], window: int, path: str
 ) -> None:
-    impl = make_impl(config, sliding_window=window)
+    impl = make_impl(config, sliding_window=window, path=path)
     assert impl.runner.sliding_window == window
-    set_path(impl, path)
-    batch = Batch.make(impl, requests)
-    batch.free_hidden_blocks(window)
-    metadata = make_builder(config, impl).build(0, batch.common)
-    batch.check(impl, batch.run(impl, metadata, path))
+    check_requests(config, impl, requests)
 
 
 @requires_triton
@@ -104,35 +89,32 @@ def test_batches_in_pytorch(folder, case, mode, window, small_buffers):
     check(config, REQUESTS[case], window, "torch")
 
 
-@requires_triton
 @pytest.mark.parametrize("case, mode, window", KERNEL_CASES)
-@pytest.mark.parametrize("path", KERNELS)
+@kernel_paths
 def test_batches(folder, case, mode, window, path, small_buffers):
     config = make_vllm_config(folder, "turbo4", FP16, mode, max_num_batched_tokens=512)
     check(config, REQUESTS[case], window, path)
 
 
-@requires_triton
 @pytest.mark.parametrize("case, mode, window", DRAFT_CASES)
-@pytest.mark.parametrize("path", ["torch", *KERNELS])
+@all_paths
 def test_drafts(folder, case, mode, window, path):
     """Each draft sees its own window; some windows have only the query token."""
     config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode))
     check(config, DRAFTED[case], window, path)
 
 
-@requires_triton
 @pytest.mark.parametrize("name", ["k4v3"] + ["turbo3"] * ON_GPU)
-@pytest.mark.parametrize("path", KERNELS)
+@kernel_paths
 def test_presets(folder, name, path, small_buffers):
     config = make_vllm_config(folder, name, BF16, max_num_batched_tokens=512)
     check(config, REQUESTS["mixed"], 17, path)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="of some thousand tokens")
+@pytest.mark.skipif(not ON_GPU, reason="thousands of tokens take a GPU")
 @prefill_modes
 @pytest.mark.parametrize("window", LONG_WINDOWS)
-@pytest.mark.parametrize("path", KERNELS)
+@kernel_paths
 def test_long_windows(folder, mode, window, path):
     config = make_vllm_config(
         folder,
@@ -166,10 +148,8 @@ def test_slices(window, stored):
         )
         found = []
         for each in slices:
-            runs, begins = (
-                each.runs,
-                (each.queries.cu_lens + each.tokens.start).tolist(),
-            )
+            runs = each.runs
+            begins = (each.queries.cu_lens + each.tokens.start).tolist()
             assert begins[-1] == each.tokens.stop
             assert each.queries.max_len == max(each.queries.cu_lens.diff())
             if runs is None:

@@ -4,18 +4,15 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import regex as re
 import torch
 
-from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.config import CacheConfig, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionBackend,
@@ -26,26 +23,28 @@ from vllm.v1.attention.ops.turbo.serving import startup
 from vllm.v1.attention.ops.turbo.serving.startup import describe_cache
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
-from .backend_utils import flash_attn_stand_in, make_vllm_config
-from .refusal_cases import PACKED, OwnAttention, make_layer, serve_options
-from .utils import BF16, requires_triton
+from . import backend_utils
+from .backend_utils import make_layer, make_vllm_config
+from .flash_utils import flash_attn_stand_in
+from .rank_utils import RankGroup, Ranks
+from .refusal_cases import PACKED, OwnAttention, serve_options
+from .utils import requires_triton
 
 
 def make_impl(
     folder: Path, num_kv_heads: int, head_size: int, num_heads: int = 8, **batch: int
 ) -> TurboAttentionImpl:
     config = make_vllm_config(folder, "turbo4", **batch)
-    with set_current_vllm_config(config):
-        impl = TurboAttentionImpl(
-            num_heads, head_size, 0.1, num_kv_heads, kv_cache_dtype="turbo4"
-        )
+    impl = backend_utils.make_impl(
+        config, num_heads, num_kv_heads, head_size=head_size, scale=0.1
+    )
     impl.runner.flash_attn = flash_attn_stand_in  # for the scratch that it takes
     return impl
 
 
-def test_cpu(monkeypatch, tmp_path):
+def test_cpu(monkeypatch, folder):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
-    line = describe_cache(3 * [make_impl(tmp_path, 2, 128)])
+    line = describe_cache(3 * [make_impl(folder, 2, 128)])
     assert line == (
         "KV cache turbo4: 272 bytes a token and layer (layers: 3, KV heads: 2, "
         "head size: 128; PyTorch's operators, because this is a CPU), 3.76 times fewer "
@@ -54,9 +53,9 @@ def test_cpu(monkeypatch, tmp_path):
 
 
 @requires_triton
-def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
+def test_gpu_with_layers_of_two_shapes(monkeypatch, folder):
     """Each shape has its kernels; the workspace is the largest of all layers."""
-    large, small = make_impl(tmp_path, 2, 256), make_impl(tmp_path, 4, 96)
+    large, small = make_impl(folder, 2, 256), make_impl(folder, 4, 96)
     small.runner.stored = large.runner.stored = True
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     large.runner.kernels = kernels.cuda_kernels(
@@ -77,9 +76,9 @@ def test_gpu_with_layers_of_two_shapes(monkeypatch, tmp_path):
     assert most == pytest.approx(large.runner.workspace_bytes / 2**20) and most > 64
 
 
-def test_layers_with_an_offset_of_k_are_counted(monkeypatch, tmp_path):
+def test_layers_with_an_offset_of_k_are_counted(monkeypatch, folder):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
-    impls = [make_impl(tmp_path, 2, 128) for _ in range(3)]
+    impls = [make_impl(folder, 2, 128) for _ in range(3)]
     assert "offset" not in describe_cache(impls)
     for impl in impls[1:]:
         impl.runner.key_offset = torch.ones(1, 2, 128)
@@ -87,9 +86,9 @@ def test_layers_with_an_offset_of_k_are_counted(monkeypatch, tmp_path):
     assert re.search(r"raw K and V; K offset: 2 of 3 layers \([0-9a-f]{8}\)\.$", line)
 
 
-def test_layers_with_a_soft_cap_are_told(monkeypatch, tmp_path):
+def test_the_line_names_soft_caps(monkeypatch, folder):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
-    impls = [make_impl(tmp_path, 2, 128) for _ in range(3)]
+    impls = [make_impl(folder, 2, 128) for _ in range(3)]
     for impl in impls[1:]:
         impl.runner.logits_soft_cap = 50.0
     line = describe_cache(impls)
@@ -97,22 +96,19 @@ def test_layers_with_a_soft_cap_are_told(monkeypatch, tmp_path):
     assert "(layers: 2, KV heads: 2, head size: 128, soft cap: 50; PyTorch" in line
 
 
-def test_layers_that_are_left_out_are_counted(monkeypatch, tmp_path):
+def test_layers_that_are_left_out_are_counted(log, monkeypatch, folder):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
-    impls = [make_impl(tmp_path, 2, 128) for _ in range(3)]
+    impls = [make_impl(folder, 2, 128) for _ in range(3)]
     assert "not packed" not in describe_cache(impls)
     assert "raw K and V; 2 of 5 layers are not packed." in describe_cache(impls, 2)
-    lines: list[str] = []
-    monkeypatch.setattr(
-        startup.logger, "info_once", lambda text, line, scope: lines.append(line)
-    )
-    config = make_vllm_config(tmp_path, num_hidden_layers=3)
+    config = make_vllm_config(folder, num_hidden_layers=3)
     config.cache_config.kv_cache_dtype_skip_layers = ["1"]
     for _ in range(3):
         make_layer(config)
     startup.log_turbo_cache(config)
-    assert "(layers: 2, " in lines[0]
-    assert lines[0].endswith("; 1 of 3 layers are not packed.")
+    line = log.infos[-1]
+    assert "(layers: 2, " in line
+    assert line.endswith("; 1 of 3 layers are not packed.")
 
 
 POOLING = dict(runner="pooling", prefill="raw", caching=True, chunked=False)
@@ -130,9 +126,9 @@ POOLING = dict(runner="pooling", prefill="raw", caching=True, chunked=False)
     ],
     ids=str,
 )
-def test_scores_that_depend_on_what_is_cached(tmp_path, changes, flags):
+def test_scores_that_depend_on_the_cache(folder, changes, flags):
     case = POOLING | changes
-    config = make_vllm_config(tmp_path, turbo_prefill=case["prefill"])
+    config = make_vllm_config(folder, turbo_prefill=case["prefill"])
     config.model_config.runner_type = case["runner"]
     config.cache_config.enable_prefix_caching = case["caching"]
     config.scheduler_config.enable_chunked_prefill = case["chunked"]
@@ -145,37 +141,29 @@ def test_scores_that_depend_on_what_is_cached(tmp_path, changes, flags):
     assert set(flags.split(" and ")) <= serve_options()
 
 
-class Ranks(NamedTuple):
-    """A stand-in for a tensor parallel group, as this rank sees it."""
-
-    is_first_rank: bool
-
-
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_first_of_ranks_with_the_same_layers_says_so(
-    is_first, monkeypatch, tmp_path
+def test_the_first_of_ranks_with_the_same_layers_logs_the_line(
+    is_first, log, monkeypatch, folder
 ):
     """One rank logs the line in each pipeline stage and data parallel rank."""
-    config = add_layers(tmp_path)
-    lines = []
+    config = add_layers(folder)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
     monkeypatch.setattr(startup, "model_parallel_is_initialized", lambda: True)
-    monkeypatch.setattr(startup, "get_tp_group", lambda: Ranks(is_first))
-    told: list[str] = []
-    monkeypatch.setattr(startup, "report_kernels", told.append)
-    monkeypatch.setattr(
-        startup.logger, "info_once", lambda *line, scope: lines.append((line, scope))
-    )
+    group = RankGroup(Ranks(2), int(not is_first))
+    monkeypatch.setattr(startup, "get_tp_group", lambda: group)
+    reports: list[str] = []
+    monkeypatch.setattr(startup, "report_kernels", reports.append)
+    log.clear()
     startup.log_turbo_cache(config)
-    assert [scope for _, scope in lines] == ["process"] * is_first
+    assert [line.options["scope"] for line in log] == ["process"] * is_first
     # All ranks report their own kernels.
-    assert told == ["PyTorch's operators, because this is a CPU"]
+    assert reports == ["PyTorch's operators, because this is a CPU"]
 
 
 @requires_triton
-def test_documented_line(monkeypatch, tmp_path):
+def test_documented_line(monkeypatch, folder):
     batch = dict(max_num_seqs=96, max_num_batched_tokens=8192)
-    impl = make_impl(tmp_path, 8, 128, 32, **batch)
+    impl = make_impl(folder, 8, 128, 32, **batch)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     impl.runner.kernels = kernels.cuda_kernels(
         impl.runner.layout, "they could be loaded"
@@ -197,7 +185,7 @@ def test_documented_line(monkeypatch, tmp_path):
     ],
     ids=str,
 )
-def test_hits_of_whole_blocks_are_told(changes):
+def test_advice_for_hits_of_whole_blocks(changes):
     """Only long blocks of a hybrid get the advice."""
     hybrid = {"block_size": 3968, "mamba_cache_mode": "align"}
     advice = startup.prefix_hit_advice(CacheConfig(**hybrid))
@@ -209,10 +197,7 @@ def test_hits_of_whole_blocks_are_told(changes):
 def add_layers(folder: Path, *layers: AttentionLayerBase) -> VllmConfig:
     """The configuration of a model with one of vLLM's layers, and further layers."""
     config = make_vllm_config(folder)
-    with set_current_vllm_config(config), set_default_torch_dtype(BF16):
-        Attention(
-            4, 64, 0.125, 2, cache_config=config.cache_config, prefix="layers.0.attn"
-        )
+    make_layer(config)
     context = config.compilation_config.static_forward_context
     context |= {f"layers.{i}.attn": layer for i, layer in enumerate(layers, 1)}
     return config
@@ -236,8 +221,8 @@ platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
         (TurboAttentionBackend, PACKED),
     ],
 )
-def test_layer_of_its_own_kind(tmp_path, platform, backend, spec):
-    config = add_layers(tmp_path, OwnAttention(backend, spec))
+def test_layer_of_its_own_kind(folder, platform, backend, spec):
+    config = add_layers(folder, OwnAttention(backend, spec))
     message = (
         "--kv-cache-dtype turbo4 does not support this: layer layers.1.attn of "
         rf"LlamaForCausalLM \(OwnAttention, {backend.get_name()}\) "
@@ -257,16 +242,16 @@ def test_layer_of_its_own_kind(tmp_path, platform, backend, spec):
         dict(kv_quant_mode=KVQuantMode.K4V3),
     ],
 )
-def test_layer_with_other_bytes(tmp_path, platform, changes):
+def test_layer_with_other_bytes(folder, platform, changes):
     layer = OwnAttention(TurboAttentionBackend, replace(PACKED, **changes))
-    config = add_layers(tmp_path, layer)
+    config = add_layers(folder, layer)
     layer.impl = config.compilation_config.static_forward_context["layers.0.attn"].impl
     with pytest.raises(ValueError, match=r"layer layers\.1\.attn of Llama"):
         platform.update_block_size_for_backend(config)
 
 
 @platforms
-def test_layer_that_says_no_dtype(tmp_path, platform):
+def test_layer_that_says_no_dtype(folder, platform):
     """Without a dtype, the pages tell: pages of a turbo mode must be TURBO's."""
     layers = [OwnAttention(FlashAttentionBackend, PACKED) for _ in range(2)]
     for layer in layers:
@@ -274,17 +259,17 @@ def test_layer_that_says_no_dtype(tmp_path, platform):
     layers[0].spec = replace(
         PACKED, state_content_bytes=None, kv_quant_mode=KVQuantMode.NONE
     )
-    config = add_layers(tmp_path, *layers)
+    config = add_layers(folder, *layers)
     with pytest.raises(ValueError, match=r"layer layers\.2\.attn of Llama"):
         platform.update_block_size_for_backend(config)
 
 
 @platforms
-def test_other_layers_pass(tmp_path, platform):
+def test_other_layers_pass(folder, platform):
     """Layers with a cache of another dtype, or with TURBO's pages and backend, pass."""
     other = OwnAttention(FlashAttentionBackend, PACKED)
     other.kv_cache_dtype = "auto"
     same = OwnAttention(TurboAttentionBackend, PACKED)
-    config = add_layers(tmp_path, other, same)
+    config = add_layers(folder, other, same)
     same.impl = config.compilation_config.static_forward_context["layers.0.attn"].impl
     platform.update_block_size_for_backend(config)

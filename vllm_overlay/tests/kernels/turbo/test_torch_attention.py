@@ -5,8 +5,6 @@
 It is compared to PyTorch's dense attention with an explicit mask.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,11 +16,9 @@ from .backend_utils import (
     HEAD_SIZE,
     SCALE,
     Batch,
-    make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
-    set_path,
     with_drafts,
 )
 from .utils import FP16, all_presets, gaussian
@@ -74,16 +70,15 @@ def test_attention_of_one_sequence(num_queries, num_tokens):
 
 @all_presets
 @prefill_modes
-def test_batches(tmp_path: Path, name, mode):
+def test_batches(folder, name, mode):
     """Decodes, drafts and chunks, compared token by token from the cache."""
-    config = with_drafts(make_vllm_config(tmp_path, name, FP16, mode))
-    impl = make_impl(config)
+    config = with_drafts(make_vllm_config(folder, name, FP16, mode))
     # Set before the plan, because other paths have extends.
-    set_path(impl, "torch")
+    impl = make_impl(config, path="torch")
     batch = Batch.make(impl, REQUESTS)
-    metadata = make_builder(config, impl).build(0, batch.common)
+    metadata = batch.build(config, impl)
     assert metadata.num_decodes == 3 and metadata.prefill is not None
-    output = batch.run(impl, metadata, "torch")
+    output = batch.run(impl, metadata)
     begin = 0
     for table, (num_queries, context) in zip(
         batch.common.block_table_tensor.tolist(), REQUESTS

@@ -49,10 +49,10 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize("backend, name", UNSUPPORTED)
-def test_dtype_of_a_named_backend(tmp_path, backend, name):
+def test_dtype_of_a_named_backend(folder, backend, name):
     message = f"layers.0.attn: .*{backend.get_name()}.*--kv-cache-dtype {name}"
     with pytest.raises(ValueError, match=message):
-        make_layer(tmp_path, name, backend)
+        make_layer(folder, name, backend)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_dtype_of_a_named_backend(tmp_path, backend, name):
         (TritonAttentionBackend, "int8_per_token_head"),
     ],
 )
-def test_supported_dtypes_of_a_named_backend(tmp_path, backend, name):
-    assert make_layer(tmp_path, name, backend).attn_backend is backend
+def test_supported_dtypes_of_a_named_backend(folder, backend, name):
+    assert make_layer(folder, name, backend).attn_backend is backend
 
 
-def test_encoders_have_no_cache(tmp_path):
+def test_encoders_have_no_cache(folder):
     encoder = dict(attn_type=AttentionType.ENCODER_ONLY)
-    make_layer(tmp_path, "turboquant_4bit_nc", TritonAttentionBackend, **encoder)
+    make_layer(folder, "turboquant_4bit_nc", TritonAttentionBackend, **encoder)

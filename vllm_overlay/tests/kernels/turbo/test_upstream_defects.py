@@ -18,7 +18,8 @@ from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.worker.workspace import lock_workspace
 
-from .backend_utils import flash_attn_stand_in, make_vllm_config, set_path, with_drafts
+from .backend_utils import make_vllm_config, set_path, with_drafts
+from .flash_utils import flash_attn_stand_in
 from .scene import NUM_HEADS, OURS, Scene, both, make_impl, unmended
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 

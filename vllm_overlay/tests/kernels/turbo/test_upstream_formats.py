@@ -7,7 +7,6 @@ handshake, in the offload tiers' folders, or by Mooncake's keys.
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -43,10 +42,10 @@ from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_KV_HEADS,
+    make_layer,
     make_vllm_config,
     one_rank,
 )
-from .refusal_cases import make_layer
 
 LAYER, WINDOWED = "layers.0.attn", "layers.1.attn"
 NUM_BLOCKS = 4
@@ -57,9 +56,8 @@ MakeConfig = Callable[[str], VllmConfig]
 
 
 @pytest.fixture(scope="module")
-def make_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeConfig]:
+def make_config(folder: Path) -> Iterator[MakeConfig]:
     """A function from a cache dtype to the configuration of an engine with one rank."""
-    folder: Path = tmp_path_factory.mktemp("model")
     configs: dict[str, VllmConfig] = {}
 
     def make(dtype: str) -> VllmConfig:
@@ -257,7 +255,7 @@ def test_mooncake_keys_of_dtypes(make_config: MakeConfig, mooncake: None):
 
 def test_other_dtypes_have_no_ids(make_config: MakeConfig):
     """Other dtypes have no IDs, so that blocks from before are still found."""
-    spec = replace(make_spec("int4_per_token_head"))
+    spec = make_spec("int4_per_token_head")
     config = make_config("int4_per_token_head")
     with_connector(config, "OffloadingConnector", cpu_bytes_to_use=1 << 20)
     offloading = build_offloading_config(config, cache_of(spec))

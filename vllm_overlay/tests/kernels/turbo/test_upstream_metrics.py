@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Bytes of a packed KV cache in ``--enable-mfu-metrics``."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -38,20 +36,22 @@ PACKED: dict[str, tuple[AttentionBackendEnum | None, int]] = {
 PLAIN = {"auto": 2, "fp8": 1}
 
 
-def cache_bytes(config: VllmConfig) -> tuple[int, int]:
+def cache_bytes(
+    config: VllmConfig,
+    kind: type[AttentionMetrics] = AttentionMetrics,
+    query_size: int = 4 * HEAD_SIZE,
+) -> tuple[int, int]:
     """Bytes of the cache that a token reads if it attends to 1000, and writes."""
-    metrics = AttentionMetrics.from_vllm_config(config)
+    metrics = kind.from_vllm_config(config)
     context = ExecutionContext()
     context.add(1, 1000, is_prefill=False)
     read = metrics.get_read_bytes_breakdown(context)["attn_input"]
-    queries = metrics.num_attention_heads * HEAD_SIZE * metrics.activation_byte_size
+    queries = query_size * metrics.activation_byte_size
     return read - queries, metrics.get_write_bytes_breakdown(context)["kv_cache"]
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_bytes_of_packed_caches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_bytes_of_packed_caches(folder, monkeypatch, name):
     backend, slot_size = PACKED[name]
     if backend is AttentionBackendEnum.FLASHINFER:
         pytest.importorskip("flashinfer", reason="its backend needs it")
@@ -59,33 +59,29 @@ def test_bytes_of_packed_caches(
         # A platform without a GPU selects none of these.
         packs = backend.get_class()
         monkeypatch.setattr(perf, "get_attn_backend", lambda *args, **options: packs)
-    read, written = cache_bytes(make_vllm_config(tmp_path, name))
+    read, written = cache_bytes(make_vllm_config(folder, name))
     token = NUM_KV_HEADS * slot_size
     assert (read, written) == (1000 * token, token)
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_bytes_of_plain_caches(tmp_path: Path, name: str):
+def test_bytes_of_plain_caches(folder, name):
     token = NUM_KV_HEADS * 2 * HEAD_SIZE * PLAIN[name]
-    assert cache_bytes(make_vllm_config(tmp_path, name)) == (1000 * token, token)
+    assert cache_bytes(make_vllm_config(folder, name)) == (1000 * token, token)
 
 
 @pytest.mark.parametrize(
     "name, token",
     [("auto", 1152), ("fp8", 576), ("turbo4", 340), ("turbo3", 276)],
 )
-def test_bytes_of_latents(tmp_path: Path, name: str, token: int):
-    config = make_mla_config(tmp_path, name, torch.bfloat16)
-    metrics = MLAAttentionMetrics.from_vllm_config(config)
-    context = ExecutionContext()
-    context.add(1, 1000, is_prefill=False)
-    read = metrics.get_read_bytes_breakdown(context)["attn_input"]
-    queries = NUM_HEADS * (NOPE + 64) * metrics.activation_byte_size
-    assert read - queries == 1000 * token
-    assert metrics.get_write_bytes_breakdown(context)["kv_cache"] == token
+def test_bytes_of_latents(folder, name, token):
+    config = make_mla_config(folder, name, torch.bfloat16)
+    query_size = NUM_HEADS * (NOPE + 64)
+    found = cache_bytes(config, MLAAttentionMetrics, query_size)
+    assert found == (1000 * token, token)
 
 
-def test_no_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_backend(folder, monkeypatch):
     """Without a backend, metrics leave attention out, and the engine goes on."""
 
     def refuse(*args: object, **options: object) -> None:
@@ -93,4 +89,4 @@ def test_no_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(perf, "get_attn_backend", refuse)
     with pytest.raises(InvalidComponent, match="No attention backend: none"):
-        AttentionMetrics.from_vllm_config(make_vllm_config(tmp_path))
+        AttentionMetrics.from_vllm_config(make_vllm_config(folder))

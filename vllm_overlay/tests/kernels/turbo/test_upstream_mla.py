@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Hooks of vLLM for MLA implementations, and for the bytes of backends' pages."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
-from .backend_utils import one_rank
 from .mla_utils import (
     NOPE,
     NUM_HEADS,
@@ -66,12 +64,9 @@ class OwnBackend(CPUMLABackend):
         return OwnImpl
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    folder: Path = tmp_path_factory.mktemp("model")
-    config = make_mla_config(folder, "auto")
-    with one_rank(folder, config):
-        yield config
+@pytest.fixture
+def config(rank_config: VllmConfig, folder: Path) -> VllmConfig:
+    return make_mla_config(folder, "auto")
 
 
 def test_contexts_are_gathered_by_the_implementation(config):

@@ -21,7 +21,8 @@ from vllm.v1.attention.ops.ultraquant.reference import (
     ultraquant_dequant,
 )
 
-from .backend_utils import flash_attn_stand_in, make_vllm_config, with_drafts
+from .backend_utils import make_vllm_config, with_drafts
+from .flash_utils import flash_attn_stand_in
 from .scene import BLOCK_SIZE, ULTRAQUANT, Scene
 from .utils import FP16, requires_triton
 

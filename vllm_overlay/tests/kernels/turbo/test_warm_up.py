@@ -4,7 +4,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from .backend_utils import (
     BLOCK_SIZE,
-    HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
     Batch,
@@ -25,7 +23,7 @@ from .backend_utils import (
     make_impl,
     make_vllm_config,
     prefill_modes,
-    set_path,
+    run_profile,
     with_drafts,
 )
 from .triton_variants import RecordedVariants, compiled_variants
@@ -49,19 +47,16 @@ def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
         assert (output == 0).all()  # because values are zero
 
     monkeypatch.setattr(impl.runner, "forward", record)
-    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
-    impl.forward(None, x, x, x, None, None, x)
+    run_profile(impl)
     return batches
 
 
-@requires_triton
 @kernel_paths
 @pytest.mark.parametrize("window", [None, 128])
-def test_images(tmp_path: Path, profiled, path, window, monkeypatch):
+def test_images(folder, profiled, path, window, monkeypatch):
     """Tokens of images have a FlashAttention kernel of their own, which is warm."""
-    config = make_vllm_config(tmp_path, "turbo4", FP16)
-    impl = make_impl(config, sliding_window=window)
-    set_path(impl, path)
+    config = make_vllm_config(folder, "turbo4", FP16)
+    impl = make_impl(config, sliding_window=window, path=path)
     impl.runner.has_spans = True
     sizes = []
     flash_attn = impl.runner.flash_attn
@@ -76,17 +71,12 @@ def test_images(tmp_path: Path, profiled, path, window, monkeypatch):
     assert sizes.count([0, -1]) == len(batches) > 0
 
 
-@requires_triton
 @kernel_paths
-def test_shared_caches(tmp_path: Path, profiled, path, monkeypatch):
+def test_shared_caches(folder, profiled, path, monkeypatch):
     """A layer that shares a cache warms up without K and V; its target with them."""
-    config = make_vllm_config(tmp_path, "turbo4", FP16)
-    impls = [
-        make_impl(config, kv_sharing_target_layer_name=target)
-        for target in (None, "layers.0.attn")
-    ]
-    for impl in impls:
-        set_path(impl, path)
+    config = make_vllm_config(folder, "turbo4", FP16)
+    for target in (None, "layers.0.attn"):
+        impl = make_impl(config, path=path, kv_sharing_target_layer_name=target)
         keys = []
         forward = impl.runner.forward
 
@@ -100,14 +90,11 @@ def test_shared_caches(tmp_path: Path, profiled, path, monkeypatch):
         assert {key is None for key in keys} == {impl.runner.shares_cache}
 
 
-@requires_triton
 @prefill_modes
 @kernel_paths
-def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch):
-    config = with_drafts(make_vllm_config(tmp_path, "turbo4", FP16, mode), 2)
-    layers = [make_impl(config), make_impl(config)]
-    for impl in layers:
-        set_path(impl, path)
+def test_layers_alike_run_once(folder, profiled, mode, path, monkeypatch):
+    config = with_drafts(make_vllm_config(folder, "turbo4", FP16, mode), 2)
+    layers = [make_impl(config, path=path) for _ in range(2)]
     first, second = (profile(impl, monkeypatch) for impl in layers)
     runner = layers[0].runner
     merged_lens, output_lens = [], []
@@ -130,19 +117,18 @@ def test_layers_alike_run_once(tmp_path: Path, profiled, mode, path, monkeypatch
         assert batch.num_decodes == 1 and len(batch.prefill.slices[0].cached) == 2
     extends = [each.query_len for batch in first for each in batch.extends]
     assert extends == merged_lens + output_lens
-    other = make_impl(make_vllm_config(tmp_path, "turbo3", FP16, mode))
-    set_path(other, path)
+    other = make_impl(make_vllm_config(folder, "turbo3", FP16, mode), path=path)
     assert len(profile(other, monkeypatch)) == num_prefills + len(merged_lens)
 
 
 @requires_triton
 @prefill_modes
 @pytest.mark.parametrize("max_num_tokens", [512, 8192])
-def test_a_prefill_fills_the_gpu(tmp_path: Path, mode, max_num_tokens, monkeypatch):
+def test_a_prefill_fills_the_gpu(folder, mode, max_num_tokens, monkeypatch):
     """A prefill that fills the GPU: FlashAttention launches another kernel for it."""
     monkeypatch.setattr(module, "_FLASH_ATTN_QUERIES", 192)
     config = make_vllm_config(
-        tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=max_num_tokens
+        folder, "turbo4", FP16, mode, max_num_batched_tokens=max_num_tokens
     )
     runner = make_impl(config).runner
     runner.kernels = triton_kernels()
@@ -158,8 +144,8 @@ def test_a_prefill_fills_the_gpu(tmp_path: Path, mode, max_num_tokens, monkeypat
 @requires_triton
 @prefill_modes
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_batch_is_as_the_builder_makes_it(tmp_path: Path, mode, num_drafts):
-    config = make_vllm_config(tmp_path, "turbo4", FP16, mode)
+def test_batch_is_as_the_builder_makes_it(folder, mode, num_drafts):
+    config = make_vllm_config(folder, "turbo4", FP16, mode)
     if num_drafts:
         config = with_drafts(config, num_drafts)
     impl = make_impl(config)
@@ -201,14 +187,13 @@ VARIED = {
 }
 
 
-@requires_triton
 @kernel_paths
 @pytest.mark.parametrize(
     "cache_dtype, block_size, mode",
     [("turbo3", 48, "raw"), ("turbo4", 64, "raw"), ("turbo4", 48, "stored")],
 )
 def test_serving_compiles_nothing(
-    tmp_path: Path, profiled, path, cache_dtype, block_size, mode, monkeypatch
+    folder, profiled, path, cache_dtype, block_size, mode, monkeypatch
 ):
     """Serving compiles no variant, for any lengths, widths of the block table and block
     sizes. The profile run may know another block size.
@@ -216,14 +201,12 @@ def test_serving_compiles_nothing(
     # So many tokens that not all are slices from a batch's beginning.
     monkeypatch.setattr(triton_store, "SMALL_BATCH", 64)
     variants = compiled_variants if ON_GPU else RecordedVariants(monkeypatch)
-    config = make_vllm_config(tmp_path, cache_dtype, FP16, mode)
+    config = make_vllm_config(folder, cache_dtype, FP16, mode)
     if block_size == 64:
         # A block has whole steps of the decode kernel; the other block size cuts them.
         config.cache_config.block_size = 128
-    impl = make_impl(with_drafts(config, 2))
-    set_path(impl, path)
-    x = torch.empty(1, NUM_HEADS, HEAD_SIZE, device=DEVICE)
-    impl.forward(None, x, x, x, None, None, x)
+    impl = make_impl(with_drafts(config, 2), path=path)
+    run_profile(impl)
     warm = variants()
     assert warm
     builder = make_builder(config, impl)
@@ -233,7 +216,7 @@ def test_serving_compiles_nothing(
         wide = torch.zeros(len(requests), 67, dtype=torch.int32, device=DEVICE)
         wide[:, : table.shape[1]] = table
         common = batch.common.replace(block_table_tensor=wide)
-        batch.run(impl, builder.build(0, common), path)
+        batch.run(impl, builder.build(0, common))
     assert variants() - warm == set()
 
 
@@ -258,17 +241,14 @@ LONG = {
 }
 
 
-@pytest.mark.skipif(not ON_GPU, reason="FlashAttention is called on GPUs alone")
+@pytest.mark.skipif(not ON_GPU, reason="only GPUs run FlashAttention")
 @prefill_modes
 @pytest.mark.parametrize("num_heads", [4, 32])
-def test_serving_loads_no_flash_attention(tmp_path: Path, profiled, mode, num_heads):
+def test_serving_loads_no_flash_attention(folder, profiled, mode, num_heads):
     """Serving loads no kernel: the driver would take memory that was not profiled."""
-    config = make_vllm_config(
-        tmp_path, "turbo4", FP16, mode, max_num_batched_tokens=8192
-    )
+    config = make_vllm_config(folder, "turbo4", FP16, mode, max_num_batched_tokens=8192)
     impl = make_impl(config, num_heads)
-    x = torch.empty(1, num_heads, HEAD_SIZE, device=DEVICE)
-    warm = launched_flash_attention(lambda: impl.forward(None, x, x, x, None, None, x))
+    warm = launched_flash_attention(partial(run_profile, impl))
     assert warm
     builder = make_builder(config, impl)
     for name, requests in LONG.items():

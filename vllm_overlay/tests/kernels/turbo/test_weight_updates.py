@@ -5,8 +5,7 @@ as soon as no request has keys that were stored with the old offset.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +28,10 @@ from vllm.v1.attention.ops.turbo.serving.weight_updates import (
     WeightUpdates,
     follow_weights,
 )
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from .backend_utils import make_vllm_config, one_rank
+from .backend_utils import make_vllm_config
 from .test_key_bias import (
     HEAD_SIZE,
     KV_HEADS,
@@ -46,32 +45,12 @@ from .test_key_bias import (
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank(tmp_path_factory.mktemp("ranks")):
-        yield
-
-
 @pytest.fixture
-def config(ranks: None, tmp_path) -> Iterator[VllmConfig]:
+def config(rank_config: VllmConfig, folder: Path) -> Iterator[VllmConfig]:
     """A configuration of the test's own, with only the test's layers."""
-    config = make_vllm_config(tmp_path)
+    config = make_vllm_config(folder)
     with set_current_vllm_config(config):
         yield config
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The text of each warning."""
-    found: list[str] = []
-
-    def note(message: str, *args: object, **others: object) -> None:
-        found.append(message % args)
-
-    monkeypatch.setattr(weight_updates.logger, "warning", note)
-    for logger in (weight_updates.logger, key_bias.logger):
-        monkeypatch.setattr(logger, "warning_once", note)
-    return found
 
 
 def step(
@@ -94,7 +73,8 @@ def step(
     output = SchedulerOutput.make_empty()
     requests = (new or {}).items()
     output.scheduled_new_reqs = [
-        SimpleNamespace(req_id=name, num_computed_tokens=hit) for name, hit in requests
+        NewRequestData(name, None, [], None, None, ([],), hit, None)
+        for name, hit in requests
     ]
     output.finished_req_ids = set(finished)
     output.preempted_req_ids = set(preempted)
@@ -145,6 +125,14 @@ def replace(module: SelfAttention, config: VllmConfig) -> None:
     module.qkv_proj.bias = nn.Parameter(bias, requires_grad=False)
 
 
+def make_worker(config: VllmConfig) -> Worker:
+    """A worker without a device and a model runner."""
+    worker = object.__new__(Worker)
+    worker._pp_send_work, worker.use_v2_model_runner = [], False
+    worker.vllm_config, worker.profiler = config, None
+    return worker
+
+
 Load = Callable[[SelfAttention, VllmConfig], Any]
 WAYS: dict[str, Load] = {
     "model.load_weights": lambda module, config: load_biases(module.qkv_proj),
@@ -177,18 +165,8 @@ def test_worker_follows_the_weights(config: VllmConfig):
         def execute_model(self, output: SchedulerOutput, tensors: object) -> None:
             assert torch.equal(table_of(module), wanted(module))
 
-    class FakeWorker:
-        """The attributes of a worker that ``Worker.execute_model`` reads."""
-
-        _pp_send_work: list[Any] = []
-        use_v2_model_runner = False
-        model_runner = Runner()
-        vllm_config = config
-
-        def annotate_profile(self, output: SchedulerOutput):
-            return nullcontext()
-
-    module, worker = started_module(config), FakeWorker()
+    module, worker = started_module(config), make_worker(config)
+    worker.model_runner = Runner()
     for name in "ab":
         load_biases(module.qkv_proj)
         found_bias(module).mul_(1 + ord(name))
@@ -196,7 +174,7 @@ def test_worker_follows_the_weights(config: VllmConfig):
         Worker.execute_model(worker, step(finished=(name,)))
 
 
-def test_no_request_is_read_with_another_offset(config: VllmConfig, said: list[str]):
+def test_no_request_is_read_with_another_offset(config: VllmConfig, log):
     """Neither a scheduled request nor a waiting one is read with another offset. The
     offset follows once the last request has ended.
     """
@@ -209,18 +187,18 @@ def test_no_request_is_read_with_another_offset(config: VllmConfig, said: list[s
     updates.last_step_s -= 1
     updates.before_step(step(old=1, finished=("a",)))
     assert torch.equal(table_of(module), before)
-    (line,) = said
+    (line,) = log.warnings
     assert "up to 268 apart" in line and "pause with clear_cache" in line
     updates.last_step_s -= 1
     updates.before_step(step({"c": 0}))
     updates.before_step(step({"d": 0}, finished=("c",)))
     updates.before_step(step(finished=("b", "d")))
-    assert torch.equal(table_of(module), before) and len(said) == 1
+    assert torch.equal(table_of(module), before) and len(log.warnings) == 1
     updates.before_step(step({"e": 0}))
-    assert torch.equal(table_of(module), wanted(module)) and len(said) == 1
+    assert torch.equal(table_of(module), wanted(module)) and len(log.warnings) == 1
 
 
-def test_reloading_is_noticed_without_a_pause(config: VllmConfig, said: list[str]):
+def test_reloading_is_noticed_without_a_pause(config: VllmConfig, log):
     module = started_module(config)
     updates = WeightUpdates(config)
     updates.before_step(step({"a": 0}))
@@ -230,13 +208,11 @@ def test_reloading_is_noticed_without_a_pause(config: VllmConfig, said: list[str
     )
     finalize_layerwise_reload(module, config.model_config)
     updates.before_step(step(old=1))
-    (line,) = said
+    (line,) = log.warnings
     assert f"up to {9 * HEAD_SIZE**0.5:.0f} apart" in line
 
 
-def test_little_is_followed_later_and_not_warned_of(
-    config: VllmConfig, said: list[str]
-):
+def test_a_small_change_is_followed_later_without_a_warning(config: VllmConfig, log):
     """A small change, as by a step of training, is followed later without a warning."""
     module = started_module(config)
     load_biases(module.qkv_proj)
@@ -247,7 +223,7 @@ def test_little_is_followed_later_and_not_warned_of(
     updates.before_step(step(old=1))
     assert not torch.equal(table_of(module), wanted(module))
     updates.before_step(step({"b": 0}, finished=("a",)))
-    assert torch.equal(table_of(module), wanted(module)) and not said
+    assert torch.equal(table_of(module), wanted(module)) and not log.warnings
 
 
 def test_preempted_requests_have_no_keys(config: VllmConfig):
@@ -292,7 +268,7 @@ def test_layers_without_a_bias_cost_nothing(config: VllmConfig):
     assert not updates.layers and not updates.running
 
 
-def test_an_offset_that_others_were_told_of_stays(config: VllmConfig, said: list[str]):
+def test_an_offset_with_a_connector_stays(config: VllmConfig, log):
     """An offset stays with a connector: the format ID of its blocks cannot change."""
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="OffloadingConnector", kv_role="kv_both"
@@ -305,13 +281,11 @@ def test_an_offset_that_others_were_told_of_stays(config: VllmConfig, said: list
         updates.before_step(step({name: 0}))
         updates.before_step(step(finished=(name,)))
     assert torch.equal(table_of(module), before)
-    (line,) = said
+    (line,) = log.warnings
     assert "--load-format auto" in line and "--kv-transfer-config" in line
 
 
-def test_blocks_of_the_weights_before_are_warned_of(
-    config: VllmConfig, said: list[str]
-):
+def test_blocks_of_former_weights_get_a_warning(config: VllmConfig, log):
     module = started_module(config)
     load_biases(module.qkv_proj)
     updates = WeightUpdates(config)
@@ -320,7 +294,7 @@ def test_blocks_of_the_weights_before_are_warned_of(
     set_norm(module, 300)
     updates.before_step(step({"b": 32, "c": 0}))
     assert torch.equal(table_of(module), wanted(module))
-    (line,) = said
+    (line,) = log.warnings
     assert "reset_prefix_cache" in line
 
 
@@ -346,7 +320,7 @@ def test_sleep_that_drops_weights(config: VllmConfig, factor: int):
     assert torch.equal(table, before) == (factor == 1)
 
 
-def test_a_bias_where_none_was_is_warned_of(config: VllmConfig, said: list[str]):
+def test_a_new_bias_gets_a_warning(config: VllmConfig, log):
     """A new bias gets no offset, because kernels were chosen without one."""
     module = make_module(config)
     module.qkv_proj.bias.data.zero_()
@@ -356,7 +330,7 @@ def test_a_bias_where_none_was_is_warned_of(config: VllmConfig, said: list[str])
     updates.before_step(step({"a": 0}))
     assert module.attn.impl.runner.key_offset is None
     number = module.attn.layer_name.split(".")[2]
-    (line,) = said
+    (line,) = log.warnings
     assert line.endswith(f"--kv-cache-dtype-skip-layers {number}")
 
 
@@ -368,7 +342,7 @@ def test_a_bias_that_is_not_finite_is_not_followed(config: VllmConfig):
     assert torch.equal(table_of(module), before)
 
 
-def test_a_bias_in_an_order_of_marlins(config: VllmConfig):
+def test_a_bias_in_marlins_order(config: VllmConfig):
     """A bias in Marlin's order is put back in order, also after later loads."""
     module = make_module(config)
     module.rotary_emb = make_rotary(config)
@@ -408,12 +382,9 @@ def test_a_bias_in_an_unknown_order_is_not_followed(config: VllmConfig):
 
 
 def test_each_worker_has_its_own(config: VllmConfig):
-    class FakeWorker:
-        vllm_config = config
-
     module = started_module(config)
-    follow_weights(FakeWorker(), step({"a": 0}))
+    follow_weights(make_worker(config), step({"a": 0}))
     load_biases(module.qkv_proj)
     # The first worker's request does not count for the second.
-    follow_weights(FakeWorker(), step({"b": 0}))
+    follow_weights(make_worker(config), step({"b": 0}))
     assert torch.equal(table_of(module), wanted(module))

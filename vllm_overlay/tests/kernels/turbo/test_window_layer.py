@@ -40,11 +40,6 @@ NUM_LAYERS = 4
 MAIN, WINDOW = "layers.0.attn", "layers.0.attn.recent_window"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def make_config(
     folder: Path, window: int | str = "auto", dtype: str = "turbo4", **arguments: Any
 ) -> VllmConfig:

@@ -2,14 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Places outside the backend where vLLM must know the turbo cache dtypes."""
 
-import __future__
-
-import ast
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from vllm.config.cache import CacheDType
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
+from vllm.platforms.interface import DeviceCapability, Platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends import turbo_attn
@@ -52,7 +49,7 @@ from .refusal_cases import (
     select_on_cuda,
     selector_config,
 )
-from .utils import CACHE_LAYOUTS, all_head_sizes, all_presets, cache_spec
+from .utils import CACHE_LAYOUTS, all_head_sizes, all_presets, cache_spec, function_of
 
 BACKEND_PATH = "vllm.v1.attention.backends.turbo_attn.TurboAttentionBackend"
 OTHER_DTYPES = sorted(set(get_args(CacheDType)) - set(TURBO_PRESETS))
@@ -201,25 +198,30 @@ def test_this_platform_selects_the_backend(name, selected):
     assert path == BACKEND_PATH
 
 
-def load_selector(platform: str, **names: object):
+def load_selector(platform: str, **names: object) -> Callable[..., Any]:
     """``get_attn_backend_cls`` of a platform whose module cannot be imported.
 
-    It is compiled from the source. Its only globals are ``names`` and those that the
-    turbo branch needs, so that other code that ran would raise a NameError.
+    Its only globals are ``names`` and those that the turbo branch needs.
     """
     path = Path(inspect.getfile(vllm.platforms)).with_name(f"{platform}.py")
-    tree = ast.parse(path.read_text())
-    (function,) = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "get_attn_backend_cls"
-    ]
-    function.decorator_list = []
-    module = ast.Module([function], [])
-    annotations = __future__.annotations.compiler_flag
-    scope = {"is_turbo_cache_dtype": is_turbo_cache_dtype, **names}
-    exec(compile(module, path, "exec", flags=annotations), scope)
-    return scope["get_attn_backend_cls"]
+    names["is_turbo_cache_dtype"] = is_turbo_cache_dtype
+    return function_of(path, "get_attn_backend_cls", **names)
+
+
+class Listed(Exception):
+    """A platform was asked for its list of backends."""
+
+
+class Device(Platform):
+    """A GPU of compute capability 9.0, whose list of backends raises ``Listed``."""
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(9, 0)
+
+    @classmethod
+    def get_valid_backends(cls, *, attn_selector_config, **arguments: Any) -> None:
+        raise Listed(attn_selector_config)
 
 
 capabilities = pytest.mark.parametrize(
@@ -268,18 +270,10 @@ def test_other_platforms_ask_first(name, platform, monkeypatch):
         return "path"
 
     monkeypatch.setattr(turbo_attn, "get_turbo_backend_path", record)
-    capability = DeviceCapability(9, 0)
-    cls = SimpleNamespace(get_device_capability=lambda: capability)
-    select = load_selector(platform)
-    config = selector_config(name)
-    assert select(cls, AttentionBackendEnum.FLASH_ATTN, config, 32) == "path"
-    assert calls == [
-        (
-            AttentionBackendEnum.FLASH_ATTN,
-            config,
-            None if platform == "cpu" else capability,
-        )
-    ]
+    named, config = AttentionBackendEnum.FLASH_ATTN, selector_config(name)
+    assert load_selector(platform)(Device, named, config, 32) == "path"
+    capability = None if platform == "cpu" else Device.get_device_capability()
+    assert calls == [(named, config, capability)]
 
 
 @pytest.mark.parametrize(
@@ -298,37 +292,27 @@ def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
     def refuse(*args):
         raise AssertionError("turbo was asked")
 
-    class Listed(Exception):
-        pass
-
-    def list_backends(**arguments):
-        assert arguments["attn_selector_config"] == config
-        raise Listed
-
     monkeypatch.setattr(turbo_attn, "get_turbo_backend_path", refuse)
     config = selector_config(name)
-    cls = SimpleNamespace(
-        get_device_capability=lambda: DeviceCapability(9, 0),
-        get_valid_backends=list_backends,
-    )
     select = load_selector(
         platform,
         AttentionBackendEnum=AttentionBackendEnum,
         logger=init_logger(__name__),
     )
     if expected is None:
-        with pytest.raises(Listed):
-            select(cls, None, config, 32)
+        with pytest.raises(Listed) as raised:
+            select(Device, None, config, 32)
+        assert raised.value.args == (config,)
     else:
         selected = AttentionBackendEnum.TRITON_ATTN
-        assert select(cls, selected, config, 32) == expected.get_path()
+        assert select(Device, selected, config, 32) == expected.get_path()
 
 
 @pytest.mark.parametrize("name", [*TURBO_PRESETS, "auto"])
-def test_gemma4_forces_no_backend(name, tmp_path):
+def test_gemma4_forces_no_backend(name, folder):
     """Gemma 4's own hook, for a model with two head sizes, forces no backend."""
     config = make_vllm_config(
-        tmp_path,
+        folder,
         name,
         architectures=["Gemma4ForCausalLM"],
         model_type="gemma4_text",

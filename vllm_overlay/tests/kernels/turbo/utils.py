@@ -6,9 +6,13 @@ The kernels run on a GPU or, with TRITON_INTERPRET=1 and no GPU visible, in
 Triton's interpreter, where a case must stay at a few hundred tokens.
 """
 
+import __future__
+
+import ast
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +32,7 @@ from vllm.v1.attention.ops.turbo.format import (
 from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
+    OFFSET_SEGMENT,
     AttentionCall,
     DecodeBatch,
     NewestTokens,
@@ -62,6 +67,9 @@ if ON_GPU:
 else:
     KERNEL_CASES = [(64, BF16), (80, FP16), (128, BF16), (128, FP16), (256, BF16)]
     PAGES = list(zip(CACHE_LAYOUTS, (32, 48, 16)))
+# Tokens of a segment of the offset of K: see the fixture ``short_segments``. Native
+# kernels are compiled for the segments that are served.
+SEGMENT = OFFSET_SEGMENT if ON_GPU else 64
 # The block-table entry past a sequence's end, which no kernel may follow.
 INVALID_BLOCK = 2**30
 
@@ -110,6 +118,24 @@ kernel_head_sizes = pytest.mark.parametrize(
 all_pages = pytest.mark.parametrize(
     "cache_layout, block_size", PAGES, ids=[f"{p.name}-{n}" for p, n in PAGES]
 )
+
+
+def function_of(path: Path, name: str, **scope: Any) -> Callable[..., Any]:
+    """A function of a module that cannot be imported, compiled from the source.
+
+    Decorators are left out. The globals are only those of ``scope``, so that any other
+    code that runs raises a NameError.
+    """
+    (function,) = (
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    function.decorator_list = []
+    annotations = __future__.annotations.compiler_flag
+    module = ast.Module([function], [])
+    exec(compile(module, path, "exec", flags=annotations), scope)
+    return scope[name]
 
 
 def gaussian(
@@ -423,6 +449,46 @@ def assert_by_2x_rule(
         expected = target
     allowed += 2**-11 * largest
     assert_within(output, expected, allowed, "(query, head, coordinate)")
+
+
+def check_request(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    num_newest: int | None = None,
+    is_rounded: bool = False,
+    offset: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Compare one request's output to attention by the 2x rule, in rotated space.
+
+    Args:
+        output: See ``assert_by_2x_rule``.
+        query: Queries, without rotation and rounding.
+        key: The dequantised keys.
+        value: The dequantised values.
+        scale: Softmax scale.
+        dtype: The model's dtype.
+        num_newest: The newest tokens of a decode, whose scores come from q as it is;
+            other scores come from the rotated q. None: the request is prefilled.
+        is_rounded: Whether the rotated q is rounded to int8.
+        offset: See ``attention_of_rounded``.
+        options: Arguments of ``reference.attention``.
+
+    """
+    target = None
+    if num_newest is not None:
+        rotated = reference.rotate(query)
+        if is_rounded:
+            rotated = reference.round_query(rotated)
+        rounded = reference.inverse_rotate(rotated)
+        target = attention_of_rounded(
+            rounded, query, key, value, num_newest, scale, offset, **options
+        )
+    assert_by_2x_rule(output, query, key, value, scale, dtype, True, target, **options)
 
 
 def rotate_query(query: torch.Tensor, layout: TurboFormat) -> RotatedQuery:
