@@ -11,15 +11,28 @@ import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import ultraquant_attn
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.attention.backends.ultraquant_attn import UltraQuantAttentionBackend
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.ultraquant.format import (
+    k_codes_offset,
+    k_scales_offset,
+    slot_size,
+    v_codes_offset,
+    v_scales_offset,
+)
+from vllm.v1.attention.ops.ultraquant.reference import (
+    UltraQuantEncoded,
+    ultraquant_dequant,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .backend_utils import register
-from .utils import DEVICE, FP16, gaussian
+from .backend_utils import make_common, register
+from .flash_utils import flash_attn_stand_in
+from .utils import DEVICE, FP16, gaussian, slots_of
 
 THEIRS, OURS, ULTRAQUANT = "turboquant_4bit_nc", "turbo4", "ultraquant_4bit"
 BACKENDS = {
@@ -32,9 +45,10 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 1, 64, 32
 TOLERANCE = 0.25
 
 both = pytest.mark.parametrize("name", [THEIRS, OURS])
+all_packed = pytest.mark.parametrize("name", BACKENDS)
 
 
-def unmended(raises: type[BaseException], reason: str = "a defect of vLLM's"):
+def fails_upstream(raises: type[BaseException], reason: str = "a defect of vLLM's"):
     """Both dtypes; the test of vLLM's is expected to raise an exception.
 
     Args:
@@ -118,14 +132,9 @@ class Scene:
             self.spec, ["layers.0.attn"], self.config, DEVICE
         )
 
-    def slots(self, row: int, first: int, last: int) -> torch.Tensor:
-        positions = torch.arange(first, last, device=DEVICE)
-        blocks = self.block_table[row, positions // BLOCK_SIZE].long()
-        return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-
     def new_slots(self) -> torch.Tensor:
-        ends = zip(self.contexts.tolist(), self.seq_lens.tolist())
-        return torch.cat([self.slots(row, *span) for row, span in enumerate(ends)])
+        ends = zip(self.block_table, self.contexts.tolist(), self.seq_lens.tolist())
+        return torch.cat([slots_of(*sequence, BLOCK_SIZE) for sequence in ends])
 
     def metadata(self, surplus: int = 0) -> CommonAttentionMetadata:
         """The metadata as the model runner has it.
@@ -135,20 +144,11 @@ class Scene:
                 requests with a context.
 
         """
+        lens = (self.query_lens.tolist(), self.seq_lens.tolist())
+        common = make_common(*lens, self.block_table, self.new_slots())
         upper_bound = self.seq_lens + surplus * (self.contexts > 0).int()
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.query_lens])
-        starts = starts.cumsum(0).int()
-        return CommonAttentionMetadata(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=self.seq_lens.to(DEVICE, copy=True),
-            num_reqs=len(self.requests),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=int(self.query_lens.max()),
-            max_seq_len=int(upper_bound.max()),
-            block_table_tensor=self.block_table,
-            slot_mapping=self.new_slots(),
-            seq_lens_cpu_upper_bound=upper_bound,
+        return common.replace(
+            max_seq_len=int(upper_bound.max()), seq_lens_cpu_upper_bound=upper_bound
         )
 
     def store_contexts(self) -> None:
@@ -156,8 +156,14 @@ class Scene:
             if context == 0:
                 continue
             key, value = self.keys[row][:context], self.values[row][:context]
-            slots = self.slots(row, 0, context)
+            slots = slots_of(self.block_table[row], 0, context, BLOCK_SIZE)
             self.impl.do_kv_cache_update(self.layer, key, value, self.cache, slots)
+
+    def serve(self, surplus: int = 0) -> None:
+        """Store contexts, and check the output of a forward pass."""
+        self.store_contexts()
+        metadata = self.make_builder().build(0, self.metadata(surplus))
+        self.check(self.run(metadata))
 
     def run(self, metadata) -> torch.Tensor:
         """Store the new tokens and attend, as the layer does."""
@@ -186,3 +192,71 @@ class Scene:
         for row, (found, wanted) in enumerate(zip(output.split(lengths), expected)):
             error = ((found - wanted).norm() / wanted.norm()).item()
             assert error <= TOLERANCE, f"request {row}: error {error:.2f}"
+
+
+def load_ultraquant(
+    slots: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotated K, and V, both (T, H, D) fp32, from slots (T, H, C) uint8."""
+    bounds = [
+        k_codes_offset(size),
+        k_scales_offset(size),
+        v_codes_offset(size),
+        v_scales_offset(size),
+        slot_size(size),
+    ]
+    parts = [slots[..., a:b] for a, b in zip(bounds, bounds[1:])]
+    key = ultraquant_dequant(UltraQuantEncoded(*parts[:2]), size)
+    return key, ultraquant_dequant(UltraQuantEncoded(*parts[2:]), size)
+
+
+def attend_to_pages(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    scale: float,
+    PiT: torch.Tensor,
+    **arguments,
+) -> torch.Tensor:
+    """UltraQuant's unified attention in PyTorch. The kernel needs dot products of bf16,
+    which Triton's interpreter lacks.
+    """
+    output = torch.empty_like(query)
+    starts = query_start_loc.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        tokens = slice(starts[row], starts[row + 1])
+        positions = torch.arange(length, device=query.device)
+        blocks = block_table[row, positions // BLOCK_SIZE].long()
+        key, value = load_ultraquant(
+            kv_cache[blocks, positions % BLOCK_SIZE], query.shape[2]
+        )
+        rotated = query[tokens].float() @ PiT
+        output[tokens] = reference.attention(rotated, key, value, scale)[0]
+    return output
+
+
+def flash_attn_of_ultraquant(impl, q, k, v, **arguments) -> torch.Tensor:
+    """FlashAttention as UltraQuant calls it, in PyTorch."""
+    out = torch.empty_like(q)
+    return flash_attn_stand_in(
+        q,
+        k,
+        v,
+        out,
+        softmax_scale=impl.scale,
+        causal=True,
+        return_softmax_lse=True,
+        **arguments,
+    )[0]
+
+
+def set_ultraquant_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have UltraQuant attend in PyTorch."""
+    monkeypatch.setattr(
+        ultraquant_attn, "ultraquant_unified_attention", attend_to_pages
+    )
+    monkeypatch.setattr(ultraquant_attn, "_HAS_FLASH_ATTN", True)
+    impl = ultraquant_attn.UltraQuantAttentionImpl
+    monkeypatch.setattr(impl, "_flash_attn_varlen", flash_attn_of_ultraquant)

@@ -3,7 +3,8 @@
 """Defects of vLLM's ``turboquant_*`` dtypes in results and allocations, as scenarios
 that any packed dtype must pass.
 
-Where the series mends vLLM's own code, both dtypes pass. Elsewhere vLLM's fails
+Where the series mends vLLM's own code, both dtypes pass, and ``ultraquant_4bit``, which
+succeeds TurboQuant and shares defects. Elsewhere vLLM's fails
 strictly: once it is mended, the mark must be removed.
 """
 
@@ -16,17 +17,23 @@ from vllm.v1.attention.backends import turboquant_attn
 from vllm.v1.attention.ops.turbo.layer import prefill_sources
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
+from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import lock_workspace
 
 from .backend_utils import make_vllm_config, set_path, with_drafts
 from .flash_utils import flash_attn_stand_in
-from .scene import NUM_HEADS, OURS, Scene, both, make_impl, unmended
+from .scene import (
+    NUM_HEADS,
+    OURS,
+    THEIRS,
+    Scene,
+    all_packed,
+    both,
+    fails_upstream,
+    make_impl,
+    set_ultraquant_attention,
+)
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory):
-    return tmp_path_factory.mktemp("model")
 
 
 def attend(q, k, v, *, fa_version: int | None = None, **arguments) -> torch.Tensor:
@@ -45,12 +52,13 @@ def set_flash_attn(monkeypatch: pytest.MonkeyPatch, function) -> None:
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_ultraquant_attention(monkeypatch)
     if not ON_GPU:
         set_flash_attn(monkeypatch, attend)
 
 
 @requires_triton
-@both
+@all_packed
 @pytest.mark.parametrize(
     "requests",
     [[(34, 0), (2, 32)], [(1, 9), (34, 0), (2, 32)]],
@@ -60,15 +68,13 @@ def test_prefix_beside_a_long_first_chunk(folder, flash_attn, name, requests):
     """The longest query is as long as the longest sequence, but another request of the
     batch has a prefix in the cache.
     """
-    scene = Scene(make_vllm_config(folder, name, FP16), requests)
-    scene.store_contexts()
-    scene.check(scene.run(scene.make_builder().build(0, scene.metadata())))
+    Scene(make_vllm_config(folder, name, FP16), requests).serve()
 
 
 @requires_triton
 @pytest.mark.parametrize("requests", [[(34, 0)], [(1, 9), (34, 0), (5, 0)]])
 def test_first_chunks_alone_take_one_launch(folder, requests, monkeypatch):
-    """First chunks are still one call in TurboQuant, after the mend of the above."""
+    """First chunks are still one call in TurboQuant, after the repair of the above."""
     calls = []
 
     def count(*args, **arguments):
@@ -76,21 +82,16 @@ def test_first_chunks_alone_take_one_launch(folder, requests, monkeypatch):
         return attend(**arguments)
 
     set_flash_attn(monkeypatch, count)
-    scene = Scene(make_vllm_config(folder, "turboquant_4bit_nc", FP16), requests)
-    scene.store_contexts()
-    scene.check(scene.run(scene.make_builder().build(0, scene.metadata())))
+    Scene(make_vllm_config(folder, THEIRS, FP16), requests).serve()
     assert calls == [sum(context == 0 for _, context in requests)]
 
 
 @requires_triton
-@both
+@all_packed
 def test_drafts_by_lengths_of_the_device(folder, flash_attn, name):
     """The host does not know how many drafts of the last step were rejected."""
     config = with_drafts(make_vllm_config(folder, name, FP16))
-    scene = Scene(config, [(1, 64), (2, 31), (3, 14)])
-    scene.store_contexts()
-    metadata = scene.make_builder().build(0, scene.metadata(surplus=7))
-    scene.check(scene.run(metadata))
+    Scene(config, [(1, 64), (2, 31), (3, 14)]).serve(surplus=7)
 
 
 @requires_triton
@@ -125,7 +126,7 @@ def profile(scene: Scene, num_tokens: int) -> None:
 
 
 @requires_triton
-@unmended(AssertionError)
+@fails_upstream(AssertionError)
 def test_profile_run_takes_the_workspace(folder, workspace, name):
     """Memory that a step needs but the profile run does not take may be missing."""
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=8)
@@ -134,9 +135,7 @@ def test_profile_run_takes_the_workspace(folder, workspace, name):
         set_path(scene.impl, "triton")
     profile(scene, 8)
     lock_workspace()
-    builder = scene.make_builder()
-    scene.store_contexts()
-    scene.check(scene.run(builder.build(0, scene.metadata())))
+    scene.serve()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -170,7 +169,7 @@ def attend_to_nothing(q, k, v, out=None, return_softmax_lse=False, **arguments):
     return (out, lse) if return_softmax_lse else out
 
 
-@unmended(AssertionError)
+@fails_upstream(AssertionError)
 def test_chunk_allocates_nothing_of_its_contexts_size(
     folder, workspace, name, monkeypatch
 ):
@@ -189,9 +188,6 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
         monkeypatch.setattr(module, kernel, NoKernel())
     config = make_vllm_config(folder, name, FP16, max_num_batched_tokens=160)
     largest = []
-    if name == OURS:
-        from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
-
     for context in (800, 1600):
         scene = Scene(config, [(130, context)])
         if name == OURS:
@@ -210,31 +206,24 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
 
 
 @requires_triton
-@unmended(RuntimeError)
+@fails_upstream(RuntimeError)
 @pytest.mark.parametrize("head_size", [80, 96])
 def test_head_sizes_other_than_powers_of_two(folder, flash_attn, name, head_size):
     """The backend says that it supports these head sizes."""
     scene = Scene(make_vllm_config(folder, name, FP16), [(1, 40)], head_size)
     assert scene.backend.supports_head_size(head_size)
-    scene.store_contexts()
-    scene.check(scene.run(scene.make_builder().build(0, scene.metadata())))
+    scene.serve()
 
 
-FEATURES = {
-    "ALiBi": dict(alibi_slopes=[0.5] * NUM_HEADS),
-}
-
-
-@unmended(pytest.fail.Exception)
-@pytest.mark.parametrize("arguments", FEATURES.values(), ids=FEATURES)
-def test_features_are_not_dropped_in_silence(folder, name, arguments):
-    """Features that no kernel has raise an error."""
+@fails_upstream(pytest.fail.Exception)
+def test_alibi_is_not_dropped_in_silence(folder, name):
+    """A feature that no kernel has raises an error."""
     config = make_vllm_config(folder, name, FP16)
     with pytest.raises((ValueError, NotImplementedError), match="does not support"):
-        make_impl(config, **arguments)
+        make_impl(config, alibi_slopes=[0.5] * NUM_HEADS)
 
 
-@unmended(TypeError, "https://github.com/vllm-project/vllm/pull/40108")
+@fails_upstream(TypeError, "https://github.com/vllm-project/vllm/pull/40108")
 def test_layer_without_keys_and_values(folder, name):
     """A layer that shares the cache of another is served."""
     config = make_vllm_config(folder, name, FP16)

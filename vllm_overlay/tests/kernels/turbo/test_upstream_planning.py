@@ -6,13 +6,7 @@ As in ``test_upstream_defects.py``, a defect that the series mends passes with b
 dtypes, and a defect that it leaves fails strictly with vLLM's.
 """
 
-import ast
-import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -20,38 +14,26 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms.interface import DeviceCapability, Platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends import turboquant_attn
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-)
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     resolve_kv_cache_layout,
 )
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-)
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from .backend_utils import make_vllm_config
-from .scene import BACKENDS, both, unmended
-from .utils import BF16
+from .scene import BACKENDS, both, fails_upstream
+from .utils import BF16, function_of
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 10, 4, 2, 64
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def engine_config(folder: Path, name: str, **arguments) -> VllmConfig:
     """The configuration of a Llama with some layers, as an engine's user makes it."""
-    make_vllm_config(folder)
-    description = json.loads((folder / "config.json").read_text())
-    description["num_hidden_layers"] = NUM_LAYERS
-    (folder / "config.json").write_text(json.dumps(description))
+    make_vllm_config(folder, num_hidden_layers=NUM_LAYERS)
     return EngineArgs(
         str(folder),
         skip_tokenizer_init=True,
@@ -134,7 +116,7 @@ def test_packed_pages_beside_sliding_windows(folder, name):
     check_packed_pages(folder, name, full={3, 7})
 
 
-@unmended(AssertionError, "https://github.com/vllm-project/vllm/pull/54599")
+@fails_upstream(AssertionError, "https://github.com/vllm-project/vllm/pull/54599")
 def test_packed_pages_beside_a_full_boundary_layer(folder, name):
     """The same, but the last layer has no window. vLLM keeps that layer at the model's
     dtype, so that there are pages of three kinds.
@@ -142,46 +124,45 @@ def test_packed_pages_beside_a_full_boundary_layer(folder, name):
     check_packed_pages(folder, name, full={3, NUM_LAYERS - 1})
 
 
-@unmended(AssertionError)
+@fails_upstream(AssertionError)
 def test_all_layers_are_packed(folder, name):
     """No layers are skipped but those that a user names."""
     config = engine_config(folder, name)
     assert config.cache_config.kv_cache_dtype_skip_layers == []
 
 
-@unmended(AssertionError, "https://github.com/vllm-project/vllm/pull/47531")
+@fails_upstream(AssertionError, "https://github.com/vllm-project/vllm/pull/47531")
 def test_flash_attention_version_is_not_forced(folder, name):
     config = engine_config(folder, name)
     assert config.attention_config.flash_attn_version is None
 
 
-def flashinfer_layouts(capability: DeviceCapability) -> tuple[KVCacheLayout, ...]:
-    """The layouts of FlashInfer's backend on a GPU, without FlashInfer and a GPU."""
-    path = Path(turboquant_attn.__file__).with_name("flashinfer.py")
-    (function,) = (
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        and node.name == "supported_kv_cache_layouts"
-    )
-    function.decorator_list, function.returns = [], None
-    platform = SimpleNamespace(get_device_capability=lambda: capability)
-    scope: dict[str, Any] = {
-        "current_platform": platform,
-        "KVCacheLayout": KVCacheLayout,
-    }
-    exec(compile(ast.Module([function], []), path, "exec"), scope)
-    return scope["supported_kv_cache_layouts"](None)
+class SM100(Platform):
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(10, 0)
 
 
-@unmended(ValueError)
+class FlashInfer:
+    """FlashInfer's backend on a GPU of compute capability 10.0, as far as planning
+    asks, without FlashInfer and a GPU.
+    """
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return function_of(
+            Path(turboquant_attn.__file__).with_name("flashinfer.py"),
+            "supported_kv_cache_layouts",
+            current_platform=SM100,
+            KVCacheLayout=KVCacheLayout,
+        )(cls)
+
+
+@fails_upstream(ValueError)
 def test_layout_in_common_with_skipped_layers_on_sm100(name):
     """Packed layers and FlashInfer have a layout in common.
 
     On sm100 FlashInfer is the first choice for layers at the model's dtype, and reads
     only pages of whole heads. One layout serves all layers of a run.
     """
-    layouts = flashinfer_layouts(DeviceCapability(10, 0))
-    flashinfer = SimpleNamespace(supported_kv_cache_layouts=lambda: layouts)
-    backends: list[Any] = [flashinfer, BACKENDS[name]]
-    assert get_supported_kv_cache_layouts(backends)
+    assert get_supported_kv_cache_layouts([FlashInfer, BACKENDS[name]])
