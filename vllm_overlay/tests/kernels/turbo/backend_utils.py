@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from vllm import EngineArgs
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -136,6 +137,19 @@ def make_vllm_config(
     )
 
 
+def make_engine_config(
+    folder: Path, cache_dtype: str = "turbo4", **arguments: Any
+) -> VllmConfig:
+    """The configuration of an engine as a user makes it, for the folder's model."""
+    return EngineArgs(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        kv_cache_dtype=cache_dtype,
+        **arguments,
+    ).create_engine_config()
+
+
 @contextmanager
 def one_rank(folder: Path, config: VllmConfig | None = None) -> Iterator[VllmConfig]:
     """Yield the configuration of an engine with one rank, which can make layers with
@@ -152,7 +166,9 @@ def one_rank(folder: Path, config: VllmConfig | None = None) -> Iterator[VllmCon
 
 
 def with_drafts(config: VllmConfig, num_drafts: int = 2) -> VllmConfig:
-    """The configuration, changed so that requests bring drafts to verify."""
+    """The configuration, changed so that requests bring drafts to verify, if any."""
+    if num_drafts == 0:
+        return config
     config.speculative_config = SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=num_drafts,

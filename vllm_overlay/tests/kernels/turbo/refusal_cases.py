@@ -98,6 +98,14 @@ def select_on_cuda(
         )
 
 
+KINDS = {
+    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder attention"),
+    "encoder only": (
+        dict(attn_type=AttentionType.ENCODER_ONLY),
+        "encoder-only attention",
+    ),
+    "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "cross. attention"),
+}
 SELECTIONS = {
     "head size 72": (dict(head_size=72), "head_size 72 .supported: 64, 80, .*512"),
     "head size 160": (dict(head_size=160), "head_size 160 .supported"),
@@ -114,12 +122,7 @@ SELECTIONS = {
     ),
     "PCP": (dict(use_pcp=True), "leave out --prefill-context-parallel-size"),
     "R-SWA": (dict(use_rswa=True), "R-SWA"),
-    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder attention"),
-    "encoder only": (
-        dict(attn_type=AttentionType.ENCODER_ONLY),
-        "encoder-only attention",
-    ),
-    "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "cross. attention"),
+    **KINDS,
 }
 
 
@@ -134,12 +137,7 @@ IMPL_ARGUMENTS = {
         dict(logits_soft_cap=30.0, head_size=512),
         "soft cap of 30 of head_size 512",
     ),
-    "encoder": (dict(attn_type=AttentionType.ENCODER), "encoder attention"),
-    "encoder only": (
-        dict(attn_type=AttentionType.ENCODER_ONLY),
-        "encoder-only attention",
-    ),
-    "cross": (dict(attn_type=AttentionType.ENCODER_DECODER), "cross. attention"),
+    **KINDS,
     "unknown argument": (dict(chunk_lookback=4), "chunk_lookback"),
     "pooled layer that is skipped": (
         dict(kv_cache_dtype="auto"),

@@ -165,8 +165,7 @@ def test_profile_run_reserves_every_batch(folder, mode, num_drafts, path, monkey
         max_num_seqs=4,
         max_num_batched_tokens=48,
     )
-    if num_drafts:
-        with_drafts(config, num_drafts)
+    with_drafts(config, num_drafts)
     impl = make_impl(config, path=path)
     impl.runner.num_sms = 4  # for several splits a sequence, on a CPU too
     builder = make_builder(config, impl)

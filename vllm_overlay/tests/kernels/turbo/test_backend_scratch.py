@@ -9,11 +9,13 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 from vllm.v1.attention.ops.turbo.layer import prefill_sources
+from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 
@@ -56,8 +58,7 @@ def test_bound(folder, mode, num_drafts, max_num_seqs, max_num_tokens, monkeypat
     config = make_vllm_config(
         folder, "turbo4", BF16, mode, max_num_seqs, max_num_tokens
     )
-    if num_drafts:
-        with_drafts(config, num_drafts)
+    with_drafts(config, num_drafts)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     for (heads, kv_heads, size), capability in product(SHAPES, (None, *ARCHITECTURES)):
         with monkeypatch.context() as patch, set_current_vllm_config(config):
@@ -116,8 +117,7 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     monkeypatch.setattr(prefill_sources, "merge_attn_states", no_kernel)
     monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
     config = make_vllm_config(folder, "turbo4", FP16, mode, 16, 256)
-    if num_drafts:
-        with_drafts(config, num_drafts)
+    with_drafts(config, num_drafts)
     impl = make_impl(config)
     impl.runner.num_sms = 4
     impl.runner.flash_attn = no_flash_attn
@@ -184,3 +184,43 @@ def test_sliced_drafts(folder, lens, mode, path, monkeypatch):
     assert metadata.num_decodes == 3
     (plan,) = metadata.decode_plans.values()
     assert len(plan.calls) == 3
+
+
+def test_multiprocessors_are_those_of_the_current_device(folder, monkeypatch):
+    """The current device is a rank's own, and need not be the host's first."""
+    asked: list[tuple] = []
+
+    def num_compute_units(*device: int) -> int:
+        asked.append(device)
+        return 7
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(layer_runner, "num_compute_units", num_compute_units)
+    for module in (layer_runner, turbo_attn):
+        monkeypatch.setattr(module, "get_flash_attn", lambda head_size: print)
+    make_impl(make_vllm_config(folder, dtype=FP16))
+    assert asked == [(3,)]
+
+
+@requires_triton
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_the_largest_batch_is_a_closed_bound(folder, monkeypatch, name, num_drafts):
+    """The bound needs no search over batches, which would ask for each one's splits.
+
+    The model runner asks for it in every forward pass without metadata.
+    """
+
+    def num_splits(*batch: int) -> int:
+        raise AssertionError(f"asked for the splits of {batch}")
+
+    config = make_vllm_config(folder, dtype=FP16)
+    impl = make_impl(with_drafts(config, num_drafts))
+    layout = impl.runner.layout
+    is_cuda = name == "cuda"
+    own = kernels.cuda_kernels(layout) if is_cuda else kernels.triton_kernels()
+    impl.runner.kernels = own._replace(
+        num_decode_splits=num_splits, num_extend_splits=num_splits
+    )
+    assert impl.runner.workspace_bytes > 0

@@ -115,8 +115,7 @@ def test_decodes_by_lengths_of_the_device(folder, drafts, path):
     that the host had at the capture.
     """
     config = make_vllm_config(folder)
-    if drafts:
-        config = with_drafts(config, drafts)
+    config = with_drafts(config, drafts)
     layer = make_layer(config)
     impl = layer.impl
     set_path(impl, path)

@@ -91,6 +91,13 @@ def run(*args: str | Path) -> int:
     return prebuild.main([str(arg) for arg in args])
 
 
+def compile_run(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> int:
+    """Run ``compile_kernels.py`` for a few modules."""
+    argv = ["compile_kernels.py", "--modules", FEW, *map(str, args)]
+    monkeypatch.setattr(sys, "argv", argv)
+    return compile_kernels.main()
+
+
 def manifest_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / prebuild.MANIFEST).read_text())
 
@@ -194,9 +201,8 @@ def test_an_archive_has_the_files_of_the_manifest(compiler, tmp_path):
 def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
     """The command that records resources also packs libraries, up to a bound."""
     table, archive = tmp_path / "table.json", tmp_path / "kernels.tar.xz"
-    args = ["--modules", FEW, "--output", str(table), "--archive", str(archive)]
-    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
-    assert compile_kernels.main() == 0
+    args = ("--output", table, "--archive", archive)
+    assert compile_run(monkeypatch, *args) == 0
     found = json.loads(table.read_text())["modules"]
     assert set(found) == {"store turbo4_128", "merge 128", "decode turbo4_128_8"}
     for row in found.values():
@@ -208,17 +214,15 @@ def test_an_archive_for_releases(compiler, tmp_path, monkeypatch, capsys):
     jobs = prebuild.jobs_for(ARCHITECTURES, pattern=FEW)
     assert set(listed) == {job.library for job in jobs} and len(jobs) == 18
     monkeypatch.setattr(compile_kernels, "_MAX_PACKED_BYTES", 10)
-    assert compile_kernels.main() == 1
+    assert compile_run(monkeypatch, *args) == 1
     assert "bytes packed, not 10 at most" in capsys.readouterr().out
 
 
 def test_libraries_of_a_former_run_are_kept(compiler, tmp_path, monkeypatch, capsys):
     """A repeated run gives the same table and rebuilds libraries that are not whole."""
     folder, table = tmp_path / "kept", tmp_path / "table.json"
-    args = ["--modules", FEW, "--arch", "9.0", "--folder", str(folder)]
-    args += ["--output", str(table)]
-    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
-    assert compile_kernels.main() == 0
+    args = ("--arch", "9.0", "--folder", folder, "--output", table)
+    assert compile_run(monkeypatch, *args) == 0
     first = table.read_text()
     libraries = sorted(folder.glob("*.so"))
     made = {path: path.stat().st_mtime_ns for path in libraries}
@@ -226,7 +230,7 @@ def test_libraries_of_a_former_run_are_kept(compiler, tmp_path, monkeypatch, cap
     broken, unlisted, kept = made
     broken.write_text("half of")
     unlisted.with_suffix(".ptxas").unlink()
-    assert compile_kernels.main() == 0
+    assert compile_run(monkeypatch, *args) == 0
     assert table.read_text() == first
     again = {path for path, then in made.items() if path.stat().st_mtime_ns != then}
     assert again == {broken, unlisted} and kept not in again
@@ -237,7 +241,7 @@ def test_libraries_of_a_former_run_are_kept(compiler, tmp_path, monkeypatch, cap
     kept.with_suffix(".ptxas").write_text(
         "Used 9 registers\n4 bytes spill stores, 4 bytes spill loads"
     )
-    assert compile_kernels.main() == 1
+    assert compile_run(monkeypatch, *args) == 1
     assert "8 bytes of spills, not 0" in capsys.readouterr().out
 
 
@@ -259,9 +263,8 @@ def test_an_archive_of_several_runs(compiler, tmp_path, monkeypatch):
     """Several runs fill an archive: all architectures take too long for one command."""
     folder, archive = tmp_path / "kept", tmp_path / "kernels.tar.xz"
     for arch, more in (("8.0", ()), ("9.0", ("--archive", str(archive)))):
-        args = ["--modules", FEW, "--arch", arch, "--folder", str(folder), *more]
-        monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *args])
-        assert compile_kernels.main() == 0
+        args = ("--arch", arch, "--folder", folder, *more)
+        assert compile_run(monkeypatch, *args) == 0
     with tarfile.open(archive) as tar:
         packed = {name for name in tar.getnames() if name.endswith(".so")}
     jobs = prebuild.jobs_for((80, 90), pattern=FEW)

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The CUDA store: its bytes are the reference's, with any tuning."""
 
+import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_stream_stays(monkeypatch):
     """A launch must not make vLLM switch to another stream in the middle of a step:
     PyTorch's cached memory belongs to the old stream.
     """
-    monkeypatch.setattr(torch_utils, "_current_stream_tls", SimpleNamespace())
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
     layout = TurboFormat.from_cache_dtype("turbo4", 128)
     cache = torch.zeros(2, 1, 16, layout.slot_size, dtype=torch.uint8, device=DEVICE)
     key = gaussian(3, 1, 128, dtype=BF16)

@@ -145,9 +145,7 @@ def set_ranks(monkeypatch: pytest.MonkeyPatch, tp: Group, pp: Group) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_heads_of_other_ranks_count(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
-):
+def test_heads_of_other_ranks_count(folder, monkeypatch, num_ranks):
     """The ID is that of one rank, if ranks have several heads, one, or a replica."""
     word = word_of(make_model(folder))
     said: list[object] = [None] * num_ranks
@@ -175,9 +173,7 @@ def test_layers_of_other_stages_count(folder: Path, monkeypatch: pytest.MonkeyPa
     assert words[0] != words[1]
 
 
-def test_windows_have_a_word_of_their_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_windows_have_a_word_of_their_own(folder, monkeypatch):
     """A window's pages are not kept, so that kept pages are found with any window."""
     config = make_model(folder, bias=False)
     config.attention_config.turbo_window = "auto"

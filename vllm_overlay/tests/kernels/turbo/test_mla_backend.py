@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.mla import turbo_mla
@@ -33,7 +32,7 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.worker.utils import customize_attention_spec
 from vllm.v1.worker.workspace import lock_workspace
 
-from .backend_utils import prefill_modes, with_drafts
+from .backend_utils import make_engine_config, prefill_modes, with_drafts
 from .latent_utils import latent_presets
 from .mla_utils import (
     FP32,
@@ -280,15 +279,13 @@ def test_pages_say_their_format(folder):
 def test_cpu_keeps_blocks_and_prefix_caching(folder, cache_dtype):
     """On a CPU only vLLM's own MLA loses long blocks and prefix caching."""
     make_mla_config(folder)
-    config = EngineArgs(
-        str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        kv_cache_dtype=cache_dtype,
+    config = make_engine_config(
+        folder,
+        cache_dtype,
         block_size=64,
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
-    ).create_engine_config()
+    )
     is_ours = cache_dtype == "turbo4"
     assert config.cache_config.block_size == (64 if is_ours else 16)
     assert config.cache_config.enable_prefix_caching is is_ours

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,10 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
+    PrefillPlan,
+    PrefillSlice,
+)
 from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
 
 from .backend_utils import (
@@ -319,10 +322,9 @@ def test_plan(stored):
         slices = [slice(*x) for x in zip(cuts, cuts[1:])]
         table = torch.arange(len(lens), dtype=torch.int32)[:, None]
         whole = [slice(0, total)]
-        prefill = SimpleNamespace(
-            slices=[SimpleNamespace(tokens=tokens) for tokens in slices],
-            window_slices={8: [SimpleNamespace(tokens=whole[0])]},
-        )
+        # Only the slices' query tokens are read.
+        parts = [PrefillSlice(tokens, None, None, []) for tokens in [*slices, *whole]]
+        prefill = PrefillPlan(parts[:-1], table, starts, seq_lens, {8: parts[-1:]})
         plan = plan_spans(spans, prefill, table, stored, torch.device("cpu"))
         expected = {}
         for row, (length, context) in enumerate(zip(lens, contexts)):

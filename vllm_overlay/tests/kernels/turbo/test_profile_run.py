@@ -116,8 +116,7 @@ def test_every_batch_of_decodes_and_extends(
     """Decodes and extends fit the reserved scratch, even without prefills' scratch."""
     max_num_seqs, longest = 12, MAX_EXTEND_LEN
     config = make_vllm_config(folder, "turbo4", FP16, "raw", max_num_seqs, 1024)
-    if num_drafts:
-        with_drafts(config, num_drafts)
+    with_drafts(config, num_drafts)
     impl = without_kernels(make_impl(config), path, with_extends, monkeypatch)
     impl.runner.flash_attn = no_flash_attn
     monkeypatch.setattr(layer_runner, "prefill_attention", no_kernel)

@@ -13,7 +13,6 @@ import torch
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import turbo_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
@@ -222,20 +221,14 @@ def test_spec(config, make, feature):
 
 
 LAYERS = {
+    name: IMPL_ARGUMENTS[name]
+    for name in ("ALiBi", "soft cap of large heads", "encoder only")
+} | {
     "sliding window of large heads": (
         dict(per_layer_sliding_window=64, head_size=512),
         "sliding window of 64 tokens of head_size 512",
     ),
-    "ALiBi": (dict(alibi_slopes=[0.5] * 4), "ALiBi"),
-    "soft cap of large heads": (
-        dict(logits_soft_cap=30.0, head_size=512),
-        "soft cap of 30 of head_size 512",
-    ),
     "head size": (dict(head_size=72), "head_size 72"),
-    "encoder only": (
-        dict(attn_type=AttentionType.ENCODER_ONLY),
-        "encoder-only attention",
-    ),
 }
 
 

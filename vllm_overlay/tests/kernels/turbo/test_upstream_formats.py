@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -161,11 +161,17 @@ def nixl_hash(config: VllmConfig, *specs: FullAttentionSpec) -> str:
     return found
 
 
+def check_ids(tell: Callable[..., str], config: VllmConfig) -> dict[str, str]:
+    """Check that each ID has a word of its own, which stays; return words by ID."""
+    found = {name: tell(config, make_spec("turbo4", name)) for name in IDS}
+    assert len(set(found.values())) == len(IDS)
+    assert tell(config, make_spec("turbo4", IDS[0])) == found[IDS[0]]
+    return found
+
+
 def test_nixl_hash(make_config: MakeConfig):
     config = make_config("turbo4")
-    hashes = {name: nixl_hash(config, make_spec("turbo4", name)) for name in IDS}
-    assert len(set(hashes.values())) == len(IDS)
-    assert nixl_hash(config, make_spec("turbo4", IDS[0])) == hashes[IDS[0]]
+    hashes = check_ids(nixl_hash, config)
     # Without an ID the hash is that of a worker that knows no IDs.
     assert hashes[""] == compute_nixl_compatibility_hash(config, "TURBO")
 
@@ -178,20 +184,22 @@ def offload_folder(config: VllmConfig, *specs: FullAttentionSpec) -> str:
 
 
 def test_offload_folder(make_config: MakeConfig):
-    config = make_config("turbo4")
-    folders = {name: offload_folder(config, make_spec("turbo4", name)) for name in IDS}
-    assert len(set(folders.values())) == len(IDS)
-    assert offload_folder(config, make_spec("turbo4", IDS[0])) == folders[IDS[0]]
+    check_ids(offload_folder, make_config("turbo4"))
 
 
 @pytest.fixture
 def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for Mooncake's library, without a network."""
+
+    class Store:
+        def setup(self, *args: object) -> int:
+            return 0
+
+    class ReplicateConfig:
+        pass
+
     store = ModuleType("mooncake.store")
-    vars(store).update(
-        MooncakeDistributedStore=lambda: SimpleNamespace(setup=lambda *args: 0),
-        ReplicateConfig=SimpleNamespace,
-    )
+    vars(store).update(MooncakeDistributedStore=Store, ReplicateConfig=ReplicateConfig)
     package = ModuleType("mooncake")
     vars(package).update(store=store)
     for module in (package, store):
@@ -223,10 +231,7 @@ def mooncake_key(config: VllmConfig, *specs: FullAttentionSpec) -> str:
 
 
 def test_mooncake_keys(make_config: MakeConfig, mooncake: None):
-    config = make_config("turbo4")
-    keys = {name: mooncake_key(config, make_spec("turbo4", name)) for name in IDS}
-    assert len(set(keys.values())) == len(IDS)
-    assert mooncake_key(config, make_spec("turbo4", IDS[0])) == keys[IDS[0]]
+    check_ids(mooncake_key, make_config("turbo4"))
 
 
 @pytest.mark.parametrize("tell", [nixl_hash, offload_folder, mooncake_key])

@@ -8,7 +8,6 @@ dtypes, and a defect that it leaves fails strictly with vLLM's.
 
 from pathlib import Path
 
-from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms.interface import DeviceCapability, Platform
@@ -24,7 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-from .backend_utils import make_vllm_config
+from .backend_utils import make_engine_config, make_vllm_config
 from .scene import BACKENDS, both, fails_upstream
 from .utils import BF16, function_of
 
@@ -34,13 +33,7 @@ NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 10, 4, 2, 64
 def engine_config(folder: Path, name: str, **arguments) -> VllmConfig:
     """The configuration of a Llama with some layers, as an engine's user makes it."""
     make_vllm_config(folder, num_hidden_layers=NUM_LAYERS)
-    return EngineArgs(
-        str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        kv_cache_dtype=name,
-        **arguments,
-    ).create_engine_config()
+    return make_engine_config(folder, name, **arguments)
 
 
 def make_layers(config: VllmConfig, full: set[int]) -> None:

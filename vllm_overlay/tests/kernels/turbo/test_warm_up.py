@@ -146,8 +146,7 @@ def test_a_prefill_fills_the_gpu(folder, mode, max_num_tokens, monkeypatch):
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_batch_is_as_the_builder_makes_it(folder, mode, num_drafts):
     config = make_vllm_config(folder, "turbo4", FP16, mode)
-    if num_drafts:
-        config = with_drafts(config, num_drafts)
+    config = with_drafts(config, num_drafts)
     impl = make_impl(config)
     impl.runner.kernels = triton_kernels()
     query_len = 1 + num_drafts

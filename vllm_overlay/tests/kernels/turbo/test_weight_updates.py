@@ -102,6 +102,15 @@ def started_module(config: VllmConfig) -> SelfAttention:
     return module
 
 
+def serving_module(config: VllmConfig) -> tuple[SelfAttention, WeightUpdates]:
+    """A module with loaded biases that serves request "a", and its updates."""
+    module = started_module(config)
+    load_biases(module.qkv_proj)
+    updates = WeightUpdates(config)
+    updates.before_step(step({"a": 0}))
+    return module, updates
+
+
 def table_of(module: SelfAttention) -> torch.Tensor:
     table = module.attn.impl.runner.key_offset
     assert table is not None
@@ -214,10 +223,7 @@ def test_reloading_is_noticed_without_a_pause(config: VllmConfig, log):
 
 def test_a_small_change_is_followed_later_without_a_warning(config: VllmConfig, log):
     """A small change, as by a step of training, is followed later without a warning."""
-    module = started_module(config)
-    load_biases(module.qkv_proj)
-    updates = WeightUpdates(config)
-    updates.before_step(step({"a": 0}))
+    module, updates = serving_module(config)
     found_bias(module).mul_(1.01)
     updates.last_step_s -= 1
     updates.before_step(step(old=1))
@@ -241,9 +247,7 @@ def test_preempted_requests_have_no_keys(config: VllmConfig):
     assert not torch.equal(table_of(module), wanted(module))
 
 
-def test_running_requests_wait_for_nothing(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-):
+def test_running_requests_wait_for_nothing(config, monkeypatch):
     """Reading a bias waits for the device, so it is done only when nothing runs."""
     module, read = started_module(config), []
     monkeypatch.setattr(weight_updates, "PAUSE_S", 3600)
@@ -286,10 +290,7 @@ def test_an_offset_with_a_connector_stays(config: VllmConfig, log):
 
 
 def test_blocks_of_former_weights_get_a_warning(config: VllmConfig, log):
-    module = started_module(config)
-    load_biases(module.qkv_proj)
-    updates = WeightUpdates(config)
-    updates.before_step(step({"a": 0}))
+    module, updates = serving_module(config)
     updates.before_step(step(finished=("a",)))
     set_norm(module, 300)
     updates.before_step(step({"b": 32, "c": 0}))
@@ -303,10 +304,7 @@ def test_sleep_that_drops_weights(config: VllmConfig, factor: int):
     """After sleep, ``Worker.wake_up`` restores buffers, and weights are loaded: the
     same ones or others.
     """
-    module = started_module(config)
-    load_biases(module.qkv_proj)
-    updates = WeightUpdates(config)
-    updates.before_step(step({"a": 0}))
+    module, updates = serving_module(config)
     table, before = table_of(module), table_of(module).clone()
     saved = {name: buffer.clone() for name, buffer in module.named_buffers()}
     table.fill_(7)

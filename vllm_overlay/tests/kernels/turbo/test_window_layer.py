@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.platforms.interface import Platform
@@ -33,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-from .backend_utils import make_vllm_config, with_drafts
+from .backend_utils import make_engine_config, make_vllm_config, with_drafts
 from .utils import BF16
 
 NUM_LAYERS = 4
@@ -46,14 +45,8 @@ def make_config(
     """An engine's configuration of a Llama with heads of 128, as a user makes it."""
     make_vllm_config(folder, head_dim=128)
     attention = {"turbo_window": window} | arguments.pop("attention_config", {})
-    return EngineArgs(
-        str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        kv_cache_dtype=dtype,
-        attention_config=attention,
-        **{"max_model_len": 2048} | arguments,
-    ).create_engine_config()
+    arguments = {"max_model_len": 2048, "attention_config": attention} | arguments
+    return make_engine_config(folder, dtype, **arguments)
 
 
 def add_layers(
@@ -154,9 +147,7 @@ def test_chunked_local_layers_have_none(folder: Path):
     assert window.num_tokens == 0 and window.of_step() is None
 
 
-def test_pages_are_as_large_as_the_layers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_pages_are_as_large_as_the_layers(folder, monkeypatch):
     """Pages are as large as the layer's, even if these end in padding."""
     config = make_config(folder, block_size=64)
     layers = add_layers(config)
@@ -195,17 +186,10 @@ def test_a_block_without_room(folder: Path):
         (20, "auto", 3, 16),
     ],
 )
-def test_sliding_window(
-    folder: Path,
-    sliding_window: int,
-    wanted: int | str,
-    num_drafts: int,
-    tokens: int,
-):
+def test_sliding_window(folder, sliding_window, wanted, num_drafts, tokens):
     """Each of the step's tokens sees all of the recent window and of the step."""
     config = make_config(folder, wanted, block_size=64)
-    if num_drafts:
-        config = with_drafts(config, num_drafts)
+    config = with_drafts(config, num_drafts)
     layers = add_layers(config, 1, (sliding_window,))
     specs, window = get_kv_cache_spec(config), layers[WINDOW]
     assert type(specs[MAIN]) is SlidingWindowSpec
@@ -222,8 +206,7 @@ def test_sliding_windows_of_few_tokens(folder: Path):
         (folder / str(i)).mkdir()
         wanted, sliding_window, num_drafts = args
         config = make_config(folder / str(i), wanted, block_size=128)
-        if num_drafts:
-            config = with_drafts(config, num_drafts)
+        config = with_drafts(config, num_drafts)
         layers = add_layers(config, 1, (sliding_window,))
         assert list(get_kv_cache_spec(config)) == [MAIN]
         window = layers[MAIN].impl.window
@@ -235,9 +218,7 @@ def test_sliding_windows_of_few_tokens(folder: Path):
     [((128,) * 5 + (None,), [5, 1, 6]), ((128, None), [1, 1, 2])],
     ids=["5:1", "1:1"],
 )
-def test_groups(
-    folder: Path, sliding_windows: tuple[int | None, ...], counts: list[int]
-):
+def test_groups(folder, sliding_windows, counts):
     """Recent windows of both kinds of layers share groups, because they are alike."""
     config = make_config(folder, block_size=64)
     config.cache_config.kv_cache_layout = "LBHNC"
@@ -277,9 +258,7 @@ def test_each_reason_has_a_case():
 
 
 @pytest.mark.parametrize("reason", CASES)
-def test_where_there_can_be_none(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-):
+def test_where_there_can_be_none(folder, monkeypatch, reason):
     assert window_choice(hindered(folder, monkeypatch, reason, "auto")) == 0
     assert window_choice(hindered(folder, monkeypatch, reason, 0)) == 0
     with pytest.raises(ValueError, match=f"turbo_window=8 .*{reason}.* Use auto or 0"):
