@@ -14,15 +14,14 @@ from vllm.config import VllmConfig
 
 from .backend_utils import (
     NUM_HEADS,
-    Batch,
     make_builder,
     make_impl,
     make_vllm_config,
-    requests_of_a_step,
     reserve_scratch,
     set_path,
     with_drafts,
 )
+from .batch_utils import Batch, requests_of_a_step
 from .utils import FP16, gaussian
 
 # As long as the longest extend that benchmarks measure.

@@ -20,7 +20,8 @@ from vllm.v1.attention.ops.turbo.reference import inverse_rotate
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.worker.utils import customize_attention_spec
 
-from .backend_utils import make_common, make_vllm_config
+from .backend_utils import make_vllm_config
+from .batch_utils import make_common
 from .latent_utils import latent_cache
 from .utils import DEVICE, gaussian, make_block_table, num_blocks_for, slots_of
 

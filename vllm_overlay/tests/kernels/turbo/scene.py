@@ -30,7 +30,8 @@ from vllm.v1.attention.ops.ultraquant.reference import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .backend_utils import make_common, register
+from .backend_utils import register
+from .batch_utils import make_common
 from .flash_utils import flash_attn_stand_in
 from .utils import DEVICE, FP16, gaussian, slots_of
 

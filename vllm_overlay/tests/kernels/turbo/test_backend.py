@@ -20,26 +20,28 @@ from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace
 
 from .backend_utils import (
-    BATCHES,
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_KV_HEADS,
-    PADDING,
-    Batch,
-    all_batches,
     all_paths,
-    check_requests,
     kernel_paths,
     make_builder,
-    make_common,
     make_impl,
     make_vllm_config,
-    pad_to_graph,
     prefill_modes,
     reserve,
     run_profile,
     set_scratch,
     with_drafts,
+)
+from .batch_utils import (
+    BATCHES,
+    PADDING,
+    Batch,
+    all_batches,
+    check_requests,
+    make_common,
+    pad_to_graph,
 )
 from .utils import (
     DEVICE,

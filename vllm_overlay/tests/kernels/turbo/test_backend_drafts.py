@@ -14,19 +14,16 @@ from vllm.v1.attention.backends.turbo_attn import (
 from .backend_utils import (
     BLOCK_SIZE,
     NUM_KV_HEADS,
-    PADDING,
-    Batch,
     add_layer,
     all_paths,
     kernel_paths,
     make_builder,
-    make_common,
     make_impl,
     make_vllm_config,
-    pad_to_graph,
     prefill_modes,
     with_drafts,
 )
+from .batch_utils import PADDING, Batch, make_common, pad_to_graph
 from .refusal_cases import speculative_config
 from .utils import DEVICE, FP16, cache_spec
 

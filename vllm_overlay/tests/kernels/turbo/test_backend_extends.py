@@ -26,7 +26,6 @@ from .backend_utils import (
     HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
-    Batch,
     add_layer,
     kernel_paths,
     make_builder,
@@ -36,6 +35,7 @@ from .backend_utils import (
     reserve,
     set_path,
 )
+from .batch_utils import Batch
 from .utils import BF16, DEVICE, FP16, ON_GPU, cache_spec, requires_triton
 
 TOO_LONG = MAX_EXTEND_LEN + 1

@@ -19,11 +19,8 @@ from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 
-from . import backend_utils
+from . import batch_utils
 from .backend_utils import (
-    BATCHES,
-    Batch,
-    check_requests,
     kernel_paths,
     make_builder,
     make_impl,
@@ -33,6 +30,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
+from .batch_utils import BATCHES, Batch, check_requests
 from .flash_utils import no_flash_attn, no_kernel
 from .utils import BF16, FP16, requires_triton
 
@@ -115,7 +113,7 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     for name in ("gather_context", "rotate_rows"):
         monkeypatch.setattr(triton_prefill, name, no_kernel)
     monkeypatch.setattr(prefill_sources, "merge_attn_states", no_kernel)
-    monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
+    monkeypatch.setattr(batch_utils, "fill_cache", no_kernel)
     config = make_vllm_config(folder, "turbo4", FP16, mode, 16, 256)
     with_drafts(config, num_drafts)
     impl = make_impl(config)

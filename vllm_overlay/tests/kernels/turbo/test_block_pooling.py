@@ -23,15 +23,14 @@ from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_HEADS,
-    PADDING,
     SCALE,
-    Batch,
     all_paths,
     make_vllm_config,
     prefill_modes,
     set_path,
     with_drafts,
 )
+from .batch_utils import PADDING, Batch
 from .utils import BF16, DEVICE
 
 POOL, NAME = 4, "encoder.layers.0.attn"

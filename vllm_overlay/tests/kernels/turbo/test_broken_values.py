@@ -20,13 +20,13 @@ from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_KV_HEADS,
-    Batch,
     kernel_paths,
     make_builder,
     make_impl,
     make_vllm_config,
     prefill_modes,
 )
+from .batch_utils import Batch
 from .utils import DEVICE, FP16, requires_triton, slots_of
 
 # Two requests of each kind: decodes, extends, first chunks and later chunks. Either one

@@ -18,7 +18,6 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from .backend_utils import (
     BLOCK_SIZE,
-    Batch,
     all_paths,
     make_impl,
     make_vllm_config,
@@ -26,6 +25,7 @@ from .backend_utils import (
     register,
     rounds_queries,
 )
+from .batch_utils import Batch
 from .refusal_cases import make_spec
 from .utils import BF16, DEVICE, check_request, load_context
 

@@ -35,13 +35,12 @@ from .backend_utils import (
     all_paths,
     kernel_paths,
     make_builder,
-    make_common,
     make_vllm_config,
-    pad_to_graph,
     rounds_queries,
     set_path,
     with_drafts,
 )
+from .batch_utils import make_common, pad_to_graph
 from .rank_utils import RankGroup, Ranks
 from .test_launch_arguments import launches  # noqa: F401
 from .utils import (

@@ -34,12 +34,12 @@ from .backend_utils import (
     BLOCK_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
-    Batch,
     make_vllm_config,
     prefill_modes,
     register,
     set_scratch,
 )
+from .batch_utils import Batch
 from .extend_layers import LONGEST, ExtendLayer, break_tokens, scoring_options, scorings
 from .rank_utils import RankGroup, Ranks
 from .utils import (

@@ -18,11 +18,11 @@ from .backend_utils import (
     HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
-    Batch,
     prefill_modes,
     set_path,
     set_scratch,
 )
+from .batch_utils import Batch
 from .extend_layers import LONGEST, ExtendLayer, break_tokens, scoring_options, scorings
 from .utils import BF16, DEVICE, gaussian, requires_cuda
 

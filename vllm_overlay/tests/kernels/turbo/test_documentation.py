@@ -45,7 +45,8 @@ from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNE
 from vllm.v1.attention.ops.turbo.serving.settings import check_layers
 from vllm.v1.attention.ops.turbo.serving.startup import check_layer
 
-from .backend_utils import Batch, make_impl, make_layer, make_vllm_config
+from .backend_utils import make_impl, make_layer, make_vllm_config
+from .batch_utils import Batch
 from .rank_utils import RankGroup, Ranks
 from .refusal_cases import (
     IMPL_ARGUMENTS,

@@ -26,10 +26,8 @@ from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from . import backend_utils
 from .backend_utils import (
     BLOCK_SIZE,
-    Batch,
     kernel_paths,
     make_builder,
     make_impl,
@@ -37,6 +35,7 @@ from .backend_utils import (
     set_path,
     with_drafts,
 )
+from .batch_utils import Batch
 from .test_backend_extends import give_extends
 from .test_chunked_local import CHUNK, build_chunked, check_chunks
 from .utils import (
@@ -142,12 +141,7 @@ def covering_cases() -> Iterator[Case]:
 CASES = list(covering_cases())
 
 
-@pytest.fixture
-def settings(
-    monkeypatch: pytest.MonkeyPatch, small_pieces: None, short_segments: None
-) -> pytest.MonkeyPatch:
-    """Have several pieces and slices, and on a CPU short segments."""
-    return monkeypatch
+pytestmark = pytest.mark.usefixtures("small_pieces", "short_segments")
 
 
 def in_pages(cache: torch.Tensor, kind: KVCacheLayout | str, layout) -> torch.Tensor:
@@ -165,16 +159,9 @@ def in_pages(cache: torch.Tensor, kind: KVCacheLayout | str, layout) -> torch.Te
 class Layer:
     """A layer of a case, and a batch for it."""
 
-    def __init__(self, folder: Path, case: Case, path: str, settings) -> None:
+    def __init__(self, folder: Path, case: Case, path: str) -> None:
         self.case, self.path = case, path
         num_heads, num_kv_heads = case["heads"]
-        for name, value in (
-            ("NUM_HEADS", num_heads),
-            ("NUM_KV_HEADS", num_kv_heads),
-            ("HEAD_SIZE", case["head size"]),
-            ("SCALE", case["head size"] ** -0.5),
-        ):
-            settings.setattr(backend_utils, name, value)
         config = make_vllm_config(
             folder,
             case["preset"],
@@ -190,6 +177,8 @@ class Layer:
             self.config,
             num_heads,
             num_kv_heads,
+            head_size=case["head size"],
+            scale=case["head size"] ** -0.5,
             key_offset=offset if case["key offset"] else None,
             sliding_window=17 if case["sees"] == "window" else None,
             sinks=sinks.to(case["dtype"]) if case["sinks"] else None,
@@ -244,9 +233,9 @@ class Layer:
 
 @kernel_paths
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_case(folder, case: Case, path: str, settings):
+def test_case(folder, case, path, monkeypatch):
     """Outputs are right, and the check fails if a feature of the case is left out."""
-    layer = Layer(folder, case, path, settings)
+    layer = Layer(folder, case, path)
     output = layer.run()
     layer.check(output)
     runner = layer.impl.runner
@@ -261,11 +250,11 @@ def test_case(folder, case: Case, path: str, settings):
         ("sliding_window", case["sees"] == "window"),
     ):
         if has_it:
-            with settings.context() as patch:
+            with monkeypatch.context() as patch:
                 patch.setattr(runner, name, None)
                 with pytest.raises(AssertionError, match="allowed"):
                     layer.check(output)
-    with settings.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(runner, "stored", not runner.stored)
         with pytest.raises(AssertionError, match="allowed"):
             layer.check(output)
@@ -288,7 +277,7 @@ def test_arguments_are_features():
 
 
 @requires_triton
-def test_refused_pairs_are_refused(folder, settings):
+def test_refused_pairs_are_refused(folder):
     """Each pair without a case is refused, or no layer has the argument."""
     taken = inspect.signature(ChunkedLocalAttention.__init__).parameters
     assert not {"sinks", "logits_soft_cap", "per_layer_sliding_window"} & set(taken)
@@ -301,7 +290,7 @@ def test_refused_pairs_are_refused(folder, settings):
     first = {name: values[0] for name, values in FEATURES.items()}
     both = first | {"soft cap": True, "key offset": True}
     with pytest.raises(AssertionError, match="capped scores with an offset"):
-        Layer(folder, both, "triton", settings).run()
+        Layer(folder, both, "triton").run()
     batch = Batch.make(make_impl(make_vllm_config(folder)), REQUESTS)
     batch.common.mm_req_doc_ranges = {2: [IMAGE]}
     chunks, _ = make_local_attention_virtual_batches(CHUNK, batch.common, BLOCK_SIZE)

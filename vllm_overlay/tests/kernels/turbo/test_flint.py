@@ -15,15 +15,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.interface import StoreCall
 
-from .backend_utils import (
-    HEAD_SIZE,
-    NUM_HEADS,
-    NUM_KV_HEADS,
-    PADDING,
-    Batch,
-    kernel_paths,
-    set_path,
-)
+from .backend_utils import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, kernel_paths, set_path
+from .batch_utils import PADDING, Batch
 from .utils import BF16, DEVICE, ON_GPU, gaussian
 
 HIDDEN = NUM_HEADS * HEAD_SIZE

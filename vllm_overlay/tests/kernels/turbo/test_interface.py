@@ -25,7 +25,8 @@ from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
-from .backend_utils import Batch, make_builder, make_impl, make_vllm_config
+from .backend_utils import make_builder, make_impl, make_vllm_config
+from .batch_utils import Batch
 from .utils import (
     CACHE_LAYOUTS,
     DEVICE,

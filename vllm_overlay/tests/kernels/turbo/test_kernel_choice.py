@@ -20,7 +20,8 @@ from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON, StoreCall
 from vllm.v1.attention.ops.turbo.layer import launching
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 
-from .backend_utils import check_requests, make_impl, make_vllm_config, run_profile
+from .backend_utils import make_impl, make_vllm_config, run_profile
+from .batch_utils import check_requests
 from .build_utils import TIMEOUT_S
 from .flash_utils import flash_attn_stand_in
 from .utils import FP16, ON_GPU, requires_triton

@@ -24,11 +24,9 @@ from vllm.v1.attention.ops.turbo.keys.offset import (
 from vllm.v1.attention.ops.turbo.planning import prefill as planning
 
 from .backend_utils import (
-    BATCHES,
     HEAD_SIZE,
     KERNELS,
     NUM_KV_HEADS,
-    Batch,
     all_paths,
     kernel_paths,
     make_impl,
@@ -37,6 +35,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
+from .batch_utils import BATCHES, Batch
 from .test_golden import FILE as GOLDEN
 from .test_golden import digest as digest_of_bytes
 from .test_golden import stored_with_offset

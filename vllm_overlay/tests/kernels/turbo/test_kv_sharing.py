@@ -14,14 +14,10 @@ from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.serving.startup import describe_cache
 
 from .backend_utils import (
-    BATCHES,
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
-    RAGGED_DRAFTS,
-    Batch,
-    Ranges,
     all_paths,
     kernel_paths,
     make_builder,
@@ -32,6 +28,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
+from .batch_utils import BATCHES, RAGGED_DRAFTS, Batch, Ranges
 from .test_backend_extends import give_extends
 from .utils import DEVICE, FP16, gaussian, model_dtypes, requires_triton
 

@@ -28,13 +28,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreCall,
 )
 
-from .backend_utils import (
-    Batch,
-    make_impl,
-    make_vllm_config,
-    prefill_modes,
-    with_drafts,
-)
+from .backend_utils import make_impl, make_vllm_config, prefill_modes, with_drafts
+from .batch_utils import Batch
 from .utils import (
     DEVICE,
     FP16,

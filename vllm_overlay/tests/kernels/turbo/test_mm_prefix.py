@@ -26,8 +26,6 @@ from vllm.v1.attention.ops.turbo.planning.spans import find_spans, plan_spans
 from .backend_utils import (
     HEAD_SIZE,
     NUM_KV_HEADS,
-    Batch,
-    Ranges,
     all_paths,
     kernel_paths,
     make_builder,
@@ -38,6 +36,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
+from .batch_utils import Batch, Ranges
 from .flash_utils import masked_attention
 from .test_backend_extends import give_extends
 from .utils import BF16, DEVICE, FP16, ON_GPU, function_of, gaussian, requires_triton

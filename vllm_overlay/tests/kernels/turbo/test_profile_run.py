@@ -31,13 +31,11 @@ from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from . import backend_utils
+from . import batch_utils
 from .backend_utils import (
     HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
-    Batch,
-    check_requests,
     kernel_paths,
     make_builder,
     make_impl,
@@ -48,6 +46,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
+from .batch_utils import Batch, check_requests
 from .flash_utils import no_flash_attn, no_kernel
 from .utils import FP16, requires_triton
 
@@ -89,7 +88,7 @@ def without_kernels(
         monkeypatch.setattr(triton_prefill, name, no_kernel)
     monkeypatch.setattr(isolate, "isolate_broken_values", no_kernel)
     monkeypatch.setattr(prefill_sources, "merge_attn_states", no_kernel)
-    monkeypatch.setattr(backend_utils, "fill_cache", no_kernel)
+    monkeypatch.setattr(batch_utils, "fill_cache", no_kernel)
     if path == "cuda":
         chosen = kernels.cuda_kernels(impl.runner.layout)
     else:

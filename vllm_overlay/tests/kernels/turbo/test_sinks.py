@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from .backend_utils import (
-    VARIED,
-    Batch,
     all_paths,
-    check_requests,
     kernel_paths,
     make_impl,
     make_vllm_config,
     prefill_modes,
     with_drafts,
 )
+from .batch_utils import VARIED, Batch, check_requests
 from .utils import BF16, DEVICE, FP16, ON_GPU, gaussian
 
 # Sinks of four heads that get none, hardly any, some and nearly all of the weight. A

@@ -15,9 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo.planning.sliding_window import plan_window_slices
 
 from .backend_utils import (
-    RAGGED_DRAFTS,
     all_paths,
-    check_requests,
     kernel_paths,
     make_impl,
     make_vllm_config,
@@ -25,6 +23,7 @@ from .backend_utils import (
     set_scratch,
     with_drafts,
 )
+from .batch_utils import RAGGED_DRAFTS, check_requests
 from .utils import BF16, FP16, ON_GPU, requires_triton
 
 WINDOWS = [1, 15, 16, 17, 128]

@@ -19,15 +19,12 @@ from vllm.v1.attention.ops.turbo.triton.soft_cap import capped, in_base_2
 
 from .backend_utils import (
     KERNELS,
-    RAGGED_DRAFTS,
-    VARIED,
-    Batch,
-    Ranges,
     make_builder,
     make_impl,
     make_vllm_config,
     with_drafts,
 )
+from .batch_utils import RAGGED_DRAFTS, VARIED, Batch, Ranges
 from .test_mm_prefix import CASES as SPANS
 from .utils import BF16, DEVICE, FP16, ON_GPU, requires_triton
 

@@ -15,12 +15,12 @@ from .backend_utils import (
     BLOCK_SIZE,
     HEAD_SIZE,
     SCALE,
-    Batch,
     make_impl,
     make_vllm_config,
     prefill_modes,
     with_drafts,
 )
+from .batch_utils import Batch
 from .utils import FP16, all_presets, gaussian
 
 # (query length, context length) of each request. A query of up to three tokens is a

@@ -17,7 +17,6 @@ from .backend_utils import (
     BLOCK_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
-    Batch,
     kernel_paths,
     make_builder,
     make_impl,
@@ -26,6 +25,7 @@ from .backend_utils import (
     run_profile,
     with_drafts,
 )
+from .batch_utils import Batch
 from .triton_variants import RecordedVariants, compiled_variants
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
