@@ -15,10 +15,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl, TurboMetadata
 from vllm.v1.attention.ops.turbo import interface
 
+from .attention_utils import check_request
 from .backend_utils import BLOCK_SIZE, make_builder, rounds_queries
 from .utils import (
     DEVICE,
-    check_request,
     fill_cache,
     gaussian,
     load_context,

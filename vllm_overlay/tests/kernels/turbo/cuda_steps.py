@@ -24,16 +24,9 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreCall,
 )
 
+from .attention_utils import assert_within, attend_by
 from .sequences import NUM_KV_HEADS, rounded_to_int8
-from .utils import (
-    BF16,
-    DEVICE,
-    assert_within,
-    attend_by,
-    make_block_table,
-    num_blocks_for,
-    slots_of,
-)
+from .utils import BF16, DEVICE, make_block_table, num_blocks_for, slots_of
 
 BLOCK_SIZE = 32
 # Tokens that the references dequantise at a time.

@@ -34,21 +34,23 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from .attention_utils import (
+    assert_by_2x_rule,
+    assert_within,
+    attention_of_rounded,
+    rotate_query,
+)
 from .utils import (
     BF16,
     DEVICE,
     FP16,
     INVALID_BLOCK,
-    assert_by_2x_rule,
-    assert_within,
-    attention_of_rounded,
     gaussian,
     load_context,
     make_block_table,
     new_cache,
     num_blocks_for,
     requires_cuda,
-    rotate_query,
     slots_of,
 )
 

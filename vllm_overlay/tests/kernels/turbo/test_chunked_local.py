@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
+from .attention_utils import check_request
 from .backend_utils import (
     BLOCK_SIZE,
     all_paths,
@@ -27,7 +28,7 @@ from .backend_utils import (
 )
 from .batch_utils import Batch
 from .refusal_cases import make_spec
-from .utils import BF16, DEVICE, check_request, load_context
+from .utils import BF16, DEVICE, load_context
 
 CHUNK = 2 * BLOCK_SIZE
 # Decodes around a chunk's border; prefills across several chunks, and within one.

@@ -30,6 +30,7 @@ from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
 
+from .attention_utils import check_request
 from .backend_utils import (
     BLOCK_SIZE,
     all_paths,
@@ -50,7 +51,6 @@ from .utils import (
     INVALID_BLOCK,
     ON_GPU,
     all_presets,
-    check_request,
     gaussian,
     load_context,
     make_block_table,

@@ -36,6 +36,7 @@ from .attention_kernels import (
     kernels_and_layouts,
     without,
 )
+from .attention_utils import assert_within
 from .sequences import (
     IN_BF16,
     LAYOUT,
@@ -48,7 +49,6 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
-    assert_within,
     gaussian,
     model_dtypes,
     random_pages,

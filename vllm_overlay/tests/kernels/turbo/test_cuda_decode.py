@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 
+from .attention_utils import assert_within
 from .sequences import (
     DECODE_KERNEL,
     IN_BF16,
@@ -27,7 +28,6 @@ from .utils import (
     DEVICE,
     FP16,
     all_pages,
-    assert_within,
     gaussian,
     model_dtypes,
     random_pages,

@@ -16,6 +16,7 @@ from vllm.v1.attention.ops.turbo.format import (
 )
 from vllm.v1.attention.ops.turbo.reference.bytes import unpack_scales
 
+from .attention_utils import assert_within
 from .cuda_steps import (
     BLOCK_SIZE,
     NUM_KV_HEADS,
@@ -31,15 +32,7 @@ from .cuda_steps import (
     served_splits,
 )
 from .test_cuda_decode import all_layouts
-from .utils import (
-    BF16,
-    DEVICE,
-    INVALID_BLOCK,
-    assert_within,
-    requires_cuda,
-    requires_nvidia,
-    slots_of,
-)
+from .utils import BF16, DEVICE, INVALID_BLOCK, requires_cuda, requires_nvidia, slots_of
 
 pytestmark = requires_cuda
 

@@ -31,6 +31,7 @@ from .attention_kernels import (
     kernels_and_features,
     without,
 )
+from .attention_utils import merge_call
 from .sequences import (
     CAPS,
     LAYOUT,
@@ -45,7 +46,7 @@ from .sequences import (
     directions,
     newest_or_stored,
 )
-from .utils import BF16, DEVICE, FP16, gaussian, merge_call, requires_cuda
+from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda
 
 pytestmark = requires_cuda
 

@@ -15,6 +15,7 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from .attention_kernels import DECODES, kernels_and_layouts
+from .attention_utils import assert_within
 from .sequences import NUM_KV_HEADS, Features, Kernel, Sequences, newest_or_stored
 from .store_checks import check_bytes
 from .test_prefill import gather
@@ -24,7 +25,6 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
-    assert_within,
     gaussian,
     random_pages,
     requires_cuda,

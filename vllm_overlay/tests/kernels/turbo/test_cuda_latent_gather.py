@@ -12,19 +12,12 @@ from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
+from .attention_utils import assert_within
 from .compile_kernels import compile_to_ptx
 from .latent_utils import fill_latent_cache, latent_cache, latent_presets
 from .test_cuda_architectures import NVCC, check_overlap, requires_nvcc
 from .test_latent_gather import OUTPUT_ROUNDING, arguments
-from .utils import (
-    BF16,
-    DEVICE,
-    FP16,
-    assert_within,
-    make_block_table,
-    num_blocks_for,
-    requires_cuda,
-)
+from .utils import BF16, DEVICE, FP16, make_block_table, num_blocks_for, requires_cuda
 
 FP32 = torch.float32
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 320)

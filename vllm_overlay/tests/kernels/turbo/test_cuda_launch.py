@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.cuda.family import load_instance
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, StoreCall
 
 from .attention_kernels import KERNELS, kernels, without
+from .attention_utils import attend_by, merge_call
 from .cuda_steps import (
     BLOCK_SIZE,
     NUM_KV_HEADS,
@@ -32,15 +33,7 @@ from .cuda_steps import (
     step_of,
 )
 from .sequences import LAYOUT, Kernel
-from .utils import (
-    BF16,
-    DEVICE,
-    ON_NVIDIA,
-    attend_by,
-    merge_call,
-    requires_nvidia,
-    slots_of,
-)
+from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia, slots_of
 
 pytestmark = requires_nvidia
 

@@ -20,16 +20,8 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
-from .utils import (
-    BF16,
-    CAN_RUN_CUDA,
-    DEVICE,
-    FP16,
-    assert_within,
-    gaussian,
-    merge_call,
-    requires_nvidia,
-)
+from .attention_utils import assert_within, merge_call
+from .utils import BF16, CAN_RUN_CUDA, DEVICE, FP16, gaussian, requires_nvidia
 
 
 def can_build() -> bool:

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 
+from .attention_utils import assert_within, merge_call
 from .test_cuda_merge import (
     NUM_KV_HEADS,
     TOLERANCES,
@@ -19,12 +20,7 @@ from .test_cuda_merge import (
     partial_results,
     requires_cuda,
 )
-from .utils import (
-    BF16,
-    DEVICE,
-    assert_within,
-    merge_call,
-)
+from .utils import BF16, DEVICE
 
 
 @requires_cuda

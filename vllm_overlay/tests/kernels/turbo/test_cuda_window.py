@@ -34,6 +34,7 @@ from vllm.v1.attention.ops.turbo.reference.window import (
 )
 
 from .attention_kernels import EXTENDS, kernels, kernels_and_layouts, without
+from .attention_utils import attend_by, attention_of_rounded, rotate_query
 from .sequences import (
     DECODE_KERNEL,
     LAYOUT,
@@ -48,13 +49,10 @@ from .utils import (
     BF16,
     DEVICE,
     INVALID_BLOCK,
-    attend_by,
-    attention_of_rounded,
     gaussian,
     load_context,
     model_dtypes,
     requires_cuda,
-    rotate_query,
 )
 
 pytestmark = requires_cuda

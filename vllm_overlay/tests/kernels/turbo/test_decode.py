@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreCall,
 )
 
+from .attention_utils import assert_by_2x_rule, assert_within, attend_by, decode
 from .utils import (
     BF16,
     DEVICE,
@@ -24,10 +25,6 @@ from .utils import (
     ON_GPU,
     all_pages,
     all_presets,
-    assert_by_2x_rule,
-    assert_within,
-    attend_by,
-    decode,
     fill_cache,
     gaussian,
     kernel_cases,

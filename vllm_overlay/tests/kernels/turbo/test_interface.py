@@ -25,14 +25,13 @@ from vllm.v1.attention.ops.turbo.triton import decode as triton_decode
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
+from .attention_utils import attend_by, merge_call
 from .backend_utils import make_builder, make_impl, make_vllm_config
 from .batch_utils import Batch
 from .utils import (
     CACHE_LAYOUTS,
     DEVICE,
     FP16,
-    attend_by,
-    merge_call,
     new_cache,
     requires_cuda,
     requires_triton,

@@ -15,6 +15,7 @@ from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS, LatentCall
 from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
 
+from .attention_utils import assert_within
 from .latent_utils import (
     fill_latent_cache,
     latent_cache,
@@ -26,7 +27,6 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
-    assert_within,
     gaussian,
     make_block_table,
     model_dtypes,

@@ -11,16 +11,9 @@ from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 
+from .attention_utils import assert_within
 from .latent_utils import fill_latent_cache, latent_cache, latent_presets
-from .utils import (
-    BF16,
-    DEVICE,
-    FP16,
-    assert_within,
-    make_block_table,
-    num_blocks_for,
-    requires_triton,
-)
+from .utils import BF16, DEVICE, FP16, make_block_table, num_blocks_for, requires_triton
 
 pytestmark = requires_triton
 

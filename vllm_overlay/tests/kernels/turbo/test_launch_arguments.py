@@ -28,15 +28,10 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreCall,
 )
 
+from .attention_utils import attend_by, merge_call
 from .backend_utils import make_impl, make_vllm_config, prefill_modes, with_drafts
 from .batch_utils import Batch
-from .utils import (
-    DEVICE,
-    FP16,
-    attend_by,
-    merge_call,
-    requires_triton,
-)
+from .utils import DEVICE, FP16, requires_triton
 
 pytestmark = requires_triton
 

@@ -10,13 +10,8 @@ import torch
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import DecodeBatch, NewestTokens, Partials
 
-from .utils import (
-    DEVICE,
-    FP16,
-    gaussian,
-    merge_call,
-    requires_triton,
-)
+from .attention_utils import merge_call
+from .utils import DEVICE, FP16, gaussian, requires_triton
 
 pytestmark = requires_triton
 

@@ -21,13 +21,13 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, PrefillScratch
 from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, SeqLens
 
+from .attention_utils import assert_by_2x_rule
 from .flash_utils import flash_attn_of_gpu, flash_attn_stand_in
 from .utils import (
     DEVICE,
     FP16,
     all_pages,
     all_presets,
-    assert_by_2x_rule,
     fill_cache,
     gaussian,
     kernel_cases,

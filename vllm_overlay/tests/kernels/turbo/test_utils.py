@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from .utils import assert_within
+from .attention_utils import assert_within
 
 
 def test_numbers_within_the_bound_pass():

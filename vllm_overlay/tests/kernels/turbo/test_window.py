@@ -31,6 +31,7 @@ from vllm.v1.attention.ops.turbo.reference.window import (
     update_window,
 )
 
+from .attention_utils import assert_by_2x_rule, attend_by, rotate_query
 from .store_checks import vectors
 from .utils import (
     BF16,
@@ -41,14 +42,11 @@ from .utils import (
     ON_GPU,
     all_head_sizes,
     all_presets,
-    assert_by_2x_rule,
-    attend_by,
     gaussian,
     load_context,
     new_cache,
     packings,
     requires_triton,
-    rotate_query,
     slots_of,
 )
 
