@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from copy import copy
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import pytest
@@ -206,17 +206,17 @@ def make_builder(
 
 SPECS = {
     "sliding window of sparse attention": (
-        lambda: make_spec(SlidingWindowMLASpec, sliding_window=64),
+        partial(make_spec, SlidingWindowMLASpec, sliding_window=64),
         "SlidingWindowMLA",
     ),
-    "MLA": (lambda: make_spec(MLAAttentionSpec), "MLA"),
-    "R-SWA": (lambda: make_spec(RSWASpec, rswa_window=64), "RSWA"),
-    "sinks": (lambda: make_spec(SinkFullAttentionSpec, sink_len=4), "SinkFull"),
+    "MLA": (partial(make_spec, MLAAttentionSpec), "MLA"),
+    "R-SWA": (partial(make_spec, RSWASpec, rswa_window=64), "RSWA"),
+    "sinks": (partial(make_spec, SinkFullAttentionSpec, sink_len=4), "SinkFull"),
     # PrefillPrefixLMAttention's, whose metadata have causal=False.
-    "prefix LM": (lambda: make_spec(non_causal=True), "non-causal"),
-    "other size of V": (lambda: make_spec(head_size_v=32), "head_size_v 32 .*K, 64"),
+    "prefix LM": (partial(make_spec, non_causal=True), "non-causal"),
+    "other size of V": (partial(make_spec, head_size_v=32), "head_size_v 32 .*K, 64"),
     "pooled": (
-        lambda: make_spec(tokens_per_state=Fraction(1, 4)),
+        partial(make_spec, tokens_per_state=Fraction(1, 4)),
         "tokens_per_state 1/4",
     ),
 }
@@ -224,11 +224,8 @@ SPECS = {
 
 def dcp_config(config: VllmConfig, **attention) -> VllmConfig:
     """The configuration of ranks that share the context (DCP)."""
-    changed = parallel_config(
-        config,
-        tensor_parallel_size=4,
-        decode_context_parallel_size=2,
-    )
+    sizes = dict(tensor_parallel_size=4, decode_context_parallel_size=2)
+    changed = parallel_config(config, **sizes)
     attention_config = AttentionConfig(turbo_window=0, **attention)
     return with_attribute(changed, "attention_config", attention_config)
 

@@ -178,7 +178,7 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
             partial(make_impl, config, **changes)
             for changes, _ in IMPL_ARGUMENTS.values()
         ),
-        *(lambda make=make: make_builder(config, make()) for make, _ in SPECS.values()),
+        *(partial(make_builder, config, make()) for make, _ in SPECS.values()),
         partial(select, AttentionBackendEnum.FLASH_ATTN),
         partial(make_impl, speculative_config(config, "extract_hidden_states")),
         partial(make_impl, parallel_config(config, enable_dbo=True)),

@@ -29,6 +29,7 @@ from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
 from vllm.v1.attention.ops.turbo.refusals import MLA_SETTINGS, MLA_SPEC_FEATURES
 from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
 )
@@ -178,17 +179,18 @@ def sink_config(config: VllmConfig) -> VllmConfig:
     return with_setting(config, "model_config", hf_text_config=text)
 
 
+def setting(part: str, **values: object) -> Callable[[VllmConfig], VllmConfig]:
+    """A function that changes values in one part of a configuration."""
+    return lambda config: with_setting(config, part, **values)
+
+
 SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
     "skipped layers": (
-        lambda config: with_setting(
-            config, "cache_config", kv_cache_dtype_skip_layers=["7"]
-        ),
+        setting("cache_config", kv_cache_dtype_skip_layers=["7"]),
         "MLA with --kv-cache-dtype-skip-layers 7 ",
     ),
     "quantized queries": (
-        lambda config: with_setting(
-            config, "attention_config", use_prefill_query_quantization=True
-        ),
+        setting("attention_config", use_prefill_query_quantization=True),
         "leave out --attention-config.use_prefill_query_quantization",
     ),
     "fused update": (
@@ -200,15 +202,11 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
     "DFlash": (partial(speculative_config, method="dflash"), "method dflash"),
     "adaptive verification": (with_adaptive_verification, "adaptive"),
     "PCP": (
-        lambda config: with_setting(
-            config, "parallel_config", prefill_context_parallel_size=2
-        ),
+        setting("parallel_config", prefill_context_parallel_size=2),
         "--prefill-context-parallel-size",
     ),
     "DCP": (
-        lambda config: with_setting(
-            config, "parallel_config", decode_context_parallel_size=2
-        ),
+        setting("parallel_config", decode_context_parallel_size=2),
         "--decode-context-parallel-size",
     ),
     "hidden states": (
@@ -216,11 +214,11 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
         "extract_hidden_states",
     ),
     "micro-batches": (
-        lambda config: parallel_config(config, **MICRO_BATCHES["2"]),
+        partial(parallel_config, **MICRO_BATCHES["2"]),
         "leave out --enable-dbo and --ubatch-size",
     ),
     "connector": (
-        lambda config: transfer_config(config, "LMCacheConnectorV1"),
+        partial(transfer_config, name="LMCacheConnectorV1"),
         "KV connector LMCacheConnectorV1",
     ),
 }
@@ -314,36 +312,21 @@ def test_cuda_kernels_need_a_gpu(config):
 
 
 MLA_PAGE = dict(num_kv_heads=1, head_size=576)
-SPECS = {
+mla_spec = partial(make_spec, MLAAttentionSpec, **MLA_PAGE)
+SPECS: dict[str, tuple[Callable[[], AttentionSpec], str]] = {
     "sliding window": (
-        lambda: make_spec(SlidingWindowMLASpec, sliding_window=64, **MLA_PAGE),
+        partial(make_spec, SlidingWindowMLASpec, sliding_window=64, **MLA_PAGE),
         "layers of kind SlidingWindowMLA",
     ),
-    "K and V": (lambda: make_spec(), "layers of kind FullAttention"),
-    "non-causal": (
-        lambda: make_spec(
-            MLAAttentionSpec, non_causal_multi_token_decode=True, **MLA_PAGE
-        ),
-        "non-causal",
-    ),
-    "top-k": (
-        lambda: make_spec(MLAAttentionSpec, topk_buffer_width=64, **MLA_PAGE),
-        "sparse",
-    ),
-    "index group": (
-        lambda: make_spec(MLAAttentionSpec, is_index_group_leader=True, **MLA_PAGE),
-        "sparse",
-    ),
-    "pooled": (
-        lambda: make_spec(
-            MLAAttentionSpec, tokens_per_state=Fraction(4, 1), **MLA_PAGE
-        ),
-        "tokens_per_state",
-    ),
+    "K and V": (make_spec, "layers of kind FullAttention"),
+    "non-causal": (partial(mla_spec, non_causal_multi_token_decode=True), "non-causal"),
+    "top-k": (partial(mla_spec, topk_buffer_width=64), "sparse"),
+    "index group": (partial(mla_spec, is_index_group_leader=True), "sparse"),
+    "pooled": (partial(mla_spec, tokens_per_state=Fraction(4, 1)), "tokens_per_state"),
 }
 
 
-def make_builder(config: VllmConfig, make: Callable[[], MLAAttentionSpec]) -> object:
+def make_builder(config: VllmConfig, make: Callable[[], AttentionSpec]) -> object:
     builder = TurboMLABackend.get_builder_cls()
     with set_current_vllm_config(config):
         return builder(make(), ["layers.0.attn"], config, torch.device("cpu"))
