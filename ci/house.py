@@ -26,8 +26,8 @@ LONG_FILE = 400
 MAY_BE_LONG = "format.py"
 # The counts of the tree when they last fell.
 BOUNDS = {
-    "parameters": 16,
-    "files": 3,
+    "parameters": 3,
+    "files": 1,
     "root": 6,
     "kernel_lines": 138,
     "kernel_parameters": 30,
