@@ -80,8 +80,16 @@ ROWS: dict[str, Measured | None] = {
         ("tpot_ms",),
         digits=1,
     ),
-    "divergence from bf16, millinats": Measured(
+    "divergence of SmolLM2-135M, millinats": Measured(
         "check-smollm2/check.json", CHECK, {}, ("kl_mean",), factor=1e3, digits=1
+    ),
+    "divergence of needle-llama, millinats": Measured(
+        "window-llama/quality.json",
+        ARMS,
+        {},
+        ("decode", "kl_mean"),
+        factor=1e3,
+        digits=1,
     ),
     "facts found in long texts": Measured(
         "window-llama/quality.json",
