@@ -189,6 +189,16 @@ def gain_in_tokens() -> list[str]:
     return [times(bf16, packed[0]), times(bf16, packed[-1])]
 
 
+def cost_of_the_window() -> list[str]:
+    """Per cent that the window adds to the time per output token, at its most."""
+    found: dict[str, dict[str, float]] = {}
+    for row in read_rows(RESULTS / "engine_window.jsonl"):
+        if row["part"] == "decode":
+            found.setdefault(row["shape"], {})[row["arm"]] = row["tpot_ms"]
+    most = max(shape["turbo4:window"] / shape["turbo4"] for shape in found.values())
+    return [f"{100 * (most - 1):.1f}"]
+
+
 def spread_of_repeats() -> list[str]:
     """Per cent that the slowest repeat of a dtype's run takes more than the fastest."""
     repeats = [
@@ -238,6 +248,7 @@ def rows_of_mla() -> list[str]:
 # Sentences of README, and the functions that compute their figures.
 SENTENCES: dict[str, Callable[[], list[str]]] = {
     r"They hold (\S+) to (\S+) times bf16's tokens": gain_in_tokens,
+    r"on by default and adds at most (\S+) %": cost_of_the_window,
     r"Repeats of one run differ by up to (\S+) %": spread_of_repeats,
     r"up to (\d+) new tokens takes up to (\S+) times bf16's": cost_of_extends,
     r"Memory: (\d+) MiB of workspace": workspace,
