@@ -82,7 +82,9 @@ COPYING_SLICES = tuple(
 def plans_of(capability: int) -> tuple[Plan, ...]:
     """The plans that serve on GPUs of a compute capability from 80 on, such as 90."""
     if capability == _WARPGROUP_CAPABILITY:
-        # Eight columns leave a product of warpgroups mostly idle: it takes 195 us.
+        # Eight columns leave a product of warpgroups mostly idle. Tuning: us of slices
+        # / warpgroups, eight rows, an H100, 2026-11, `benchmark_turbo_mla.py --arms
+        # turbo4 turbo4_warpgroups`. 32 x 32768: 175 / 194. 128 x 4096: 99 / 110.
         return SLICES[0], *WARPGROUPS
     return SLICES if capability >= _BULK_CAPABILITY else COPYING_SLICES
 
