@@ -33,12 +33,12 @@ _SELECTED = re.compile(
     |attention\.py::test_a_pass_of.*\[newest-outputs\]
     |attention\.py::test_extends\[newest-1-ragged-outputs-turbo4-64\]
     |attention\.py::test_queries_of_any_size\[(stored-bf16-40|newest-fp16--100)\]
-    |attention\.py::test_what_is_copied
+    |attention\.py::test_tensors_copied
     |features\.py::test_extends\[tails-newest-extend-(turbo4-128|k4v3-256)-window15\]
     |features\.py::test_extends\[tails-newest-outputs-turbo4-128-window15\]
     |outputs\.py::test_batches\[(beside|one).*-raw-fp16\]
     |outputs\.py::test_broken_neighbours\[1-both\]
-    |outputs\.py::test_(a_broken|layers|numbers|requests|what_reads|scratch|warm_up|plans|what_is|ranks|few|queries)
+    |outputs\.py::test_(a_broken|layers|numbers|requests|own_tokens|scratch|warm_up|plans|served|ranks|few|queries)
     |features\.py::test_sinks\[8-newest-outputs-turbo4-128-sinks-window17\]
     |features\.py::test_sinks_of_each_kv_head\[(1|8)-newest-outputs\]
     |features\.py::test_pairs\[newest-(outputs|decode)-turbo4-128-cap-sinks-window17\]

@@ -128,7 +128,7 @@ def test_builds_go_on_beside_the_rest_of_a_start(slow, log, monkeypatch, folder)
 @on_cpu
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
-def test_a_failure_is_told_when_kernels_are_asked_for(
+def test_a_failure_is_reported_when_kernels_are_asked_for(
     slow, log, monkeypatch, folder, choice
 ):
     """All layers get the same failure, once no build is running any more."""

@@ -316,7 +316,7 @@ def moved(x: torch.Tensor, places: int, pad: int) -> torch.Tensor:
     ids=["address", "stride"],
 )
 @pytest.mark.parametrize("name", ["query", "output"])
-def test_what_is_copied_by_sixteen_bytes(name, places, pad, message):
+def test_tensors_copied_by_sixteen_bytes(name, places, pad, message):
     """Queries and outputs of ``extend_outputs`` must be aligned to 16 bytes."""
     launch = Sequences(LAYOUT, [STEP + 3], 16, features=IN_BF16).launch(True)
     tensor = moved(getattr(launch.call, name), places, pad)

@@ -132,7 +132,7 @@ def test_queries_are_rotated_once(folder, requests):
 
 
 @scorings
-def test_what_scores_are_under(folder, scoring):
+def test_rules_for_scores(folder, scoring):
     layer = Layer.make(folder, **scoring_options(scoring))
     layer.check([(1, 31), (33, 40), (2, 33), (17, 5)])
 
@@ -256,7 +256,7 @@ def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
     assert (output - expected).abs().max() <= 2e-3 * expected.abs().max()
 
 
-def test_what_reads_own_tokens_from_the_cache(folder):
+def test_own_tokens_from_the_cache(folder):
     """Own tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
     layer = Layer.make(folder, kv_sharing_target_layer_name="layers.0.attn")
@@ -307,7 +307,7 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
         ("turbo3", 128, 90, False),
     ],
 )
-def test_what_is_served(cache_dtype, head_size, capability, is_served):
+def test_served_layouts(cache_dtype, head_size, capability, is_served):
     layout = TurboFormat.from_cache_dtype(cache_dtype, head_size)
     kernels = choose.cuda_kernels(layout, capability=capability)
     assert (kernels.extend_outputs is not None) == is_served

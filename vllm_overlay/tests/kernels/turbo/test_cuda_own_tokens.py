@@ -97,7 +97,7 @@ def test_in_bf16(folder):
 
 
 @scorings
-def test_what_scores_are_under(folder, scoring):
+def test_rules_for_scores(folder, scoring):
     """Windows, caps and sinks hold for own tokens as well, and sinks count once."""
     options = scoring_options(scoring)
     layer = Layer.make(folder, **options)
@@ -141,7 +141,7 @@ def test_broken_neighbours(folder, broken):
     assert layer.lens == [20]
 
 
-def test_what_reads_own_tokens_from_the_cache(folder):
+def test_own_tokens_from_the_cache(folder):
     """Own tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
     for layer in (

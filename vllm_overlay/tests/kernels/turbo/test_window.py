@@ -774,14 +774,14 @@ def test_sliding_window(name, sliding_window, query_lens, path):
 
 @all_paths
 @pytest.mark.parametrize("query_lens", [[1] * 3, [2] * 3])
-@pytest.mark.parametrize("what", ["sinks", "offset", "soft cap"])
-def test_what_goes_with_a_sliding_window(query_lens, what, path):
+@pytest.mark.parametrize("feature", ["sinks", "offset", "soft cap"])
+def test_features_beside_a_sliding_window(query_lens, feature, path):
     """Windows that cross a border of the offset's segments, or lie in one."""
     window, options = 24, {}
-    table = make_offset(3, 64) if what == "offset" else None
-    if what == "sinks":
+    table = make_offset(3, 64) if feature == "offset" else None
+    if feature == "sinks":
         options["sinks"] = torch.tensor([-20.0, 0.0, 2.0, 20.0], device=DEVICE)
-    if what == "soft cap":
+    if feature == "soft cap":
         options["logits_soft_cap"] = 2.0
     blocks = SEGMENT // 32 + 2
     scene = Scene(small(), 3, 10, 32, blocks, FP16, table=table, sliding_window=window)
