@@ -169,7 +169,8 @@ void* shared_storage(SharedSlot& slot, size_t bytes, size_t alignment) {
 uint8_t* dynamic_shared() { return arena(); }
 
 uint32_t shared_address(const void* p) {
-  if (!is_shared(p)) fail("takes the shared address of memory that is not shared");
+  if (!is_shared(p))
+    fail("takes the shared address of memory that is not shared");
   return kFirstAddress + uint32_t(static_cast<const uint8_t*>(p) - arena());
 }
 

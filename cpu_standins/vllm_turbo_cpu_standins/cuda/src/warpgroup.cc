@@ -186,7 +186,8 @@ void init_barrier(const Site& site, uint32_t address, int arrivals) {
 
 void expect_bytes(const Site& site, uint32_t address, int bytes) {
   SharedBarrier& barrier = barrier_at(site, address);
-  if (barrier.pending == 0) fail(site, "more threads arrive than the barrier counts");
+  if (barrier.pending == 0)
+    fail(site, "more threads arrive than the barrier counts");
   --barrier.pending;
   barrier.bytes += bytes;
   publish(barrier.arrived);
