@@ -213,7 +213,7 @@ def test_extends_have_room_for_all_ranks(folder, monkeypatch):
     assert sum(span.num_tokens for span in built.extends) == 5 * 400
     assert built.prefill is not None
     of_decodes = runner.max_num_seqs * runner.max_query_len
-    assert runner._largest_batch.num_tokens == of_decodes + 2048
+    assert runner.largest_batch.num_tokens == of_decodes + 2048
 
 
 def test_first_run(folder, monkeypatch):
@@ -256,7 +256,7 @@ def test_first_run(folder, monkeypatch):
     scene.others.run(lambda index: warm_up.warm_up(runners[index], DEVICE))
     assert counts == [0, 0]
     runner, _ = runners
-    assert sizes == {(runner.max_num_tokens, runner._max_shared_slots)}
+    assert sizes == {(runner.max_num_tokens, runner.largest_batch.num_slots)}
     # One for queries; LSE and output, two each for prefills and decodes.
     assert [rank.group.num_collectives for rank in scene.ranks] == [5, 5]
 

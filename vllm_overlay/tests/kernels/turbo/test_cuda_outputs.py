@@ -25,8 +25,10 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
+from vllm.v1.attention.ops.turbo.layer.forward import forward
 from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
 from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
+from vllm.v1.attention.ops.turbo.planning import largest_batch
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 
 from . import backend_utils
@@ -195,7 +197,7 @@ def test_beside_a_recent_window(folder):
     own = slice(0, 22)
     output = torch.zeros_like(expected)
     tokens = batch.query[own], batch.key[own], batch.value[own]
-    runner.forward(*tokens, batch.cache, step, output, window)
+    forward(runner, *tokens, batch.cache, step, output, window)
     assert torch.equal(output, expected) and window.pages.any()
 
 
@@ -271,7 +273,7 @@ def test_own_tokens_from_the_cache(folder):
 @pytest.mark.parametrize("max_call_tokens", [100, 8192])
 def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
     """The profile run reserves scratch for one call, and for several."""
-    for place in (layer_runner, decode_plan):
+    for place in (layer_runner, largest_batch):
         monkeypatch.setattr(place, "MAX_OUTPUT_CALL_TOKENS", max_call_tokens)
     # Little else is reserved.
     set_scratch(monkeypatch, partials=64, slice_tokens=64, piece_tokens=64)

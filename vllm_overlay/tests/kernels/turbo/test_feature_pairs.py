@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.turbo_window import window_choice
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.interface import StoreCall
+from vllm.v1.attention.ops.turbo.layer.forward import forward
 from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -220,7 +221,7 @@ class Layer:
         own = slice(0, batch.common.num_actual_tokens)
         tokens = batch.query[own], batch.key[own], batch.value[own]
         output = torch.zeros_like(tokens[0])
-        runner.forward(*tokens, batch.cache, step, output, window)
+        forward(runner, *tokens, batch.cache, step, output, window)
         assert window.pages.any()
         return output
 

@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Partials,
     RotatedQuery,
 )
+from vllm.v1.attention.ops.turbo.layer import forward as layer_forward
 from vllm.v1.attention.ops.turbo.layer import prefill_sources
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.planning.extend_limits import (
@@ -118,7 +119,7 @@ def test_every_batch_of_decodes_and_extends(
     with_drafts(config, num_drafts)
     impl = without_kernels(make_impl(config), path, with_extends, monkeypatch)
     impl.runner.flash_attn = no_flash_attn
-    monkeypatch.setattr(layer_runner, "prefill_attention", no_kernel)
+    monkeypatch.setattr(layer_forward, "prefill_attention", no_kernel)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     reserve(impl)
     builder = make_builder(config, impl)
@@ -147,7 +148,7 @@ def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
     config = make_vllm_config(folder, "turbo4", FP16, "stored", num_seqs, num_tokens)
     impl = without_kernels(make_impl(config), "most", True, monkeypatch)
     impl.runner.flash_attn = no_flash_attn
-    monkeypatch.setattr(layer_runner, "prefill_attention", no_kernel)
+    monkeypatch.setattr(layer_forward, "prefill_attention", no_kernel)
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 128)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     reserve(impl)

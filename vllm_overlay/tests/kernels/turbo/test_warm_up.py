@@ -39,15 +39,16 @@ def profiled(monkeypatch: pytest.MonkeyPatch, workspace: None) -> None:
 def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
     """Run the profile run of a layer; return the batches that it ran."""
     batches = []
-    forward = impl.runner.forward
+    forward = module.forward
 
-    def record(query, key, value, cache, step, output, window=None):
+    def record(runner, query, key, value, cache, step, output, window=None):
         batches.append(step)
-        forward(query, key, value, cache, step, output, window)
+        forward(runner, query, key, value, cache, step, output, window)
         assert (output == 0).all()  # because values are zero
 
-    monkeypatch.setattr(impl.runner, "forward", record)
-    run_profile(impl)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "forward", record)
+        run_profile(impl)
     return batches
 
 
@@ -78,14 +79,15 @@ def test_shared_caches(folder, profiled, path, monkeypatch):
     for target in (None, "layers.0.attn"):
         impl = make_impl(config, path=path, kv_sharing_target_layer_name=target)
         keys = []
-        forward = impl.runner.forward
+        forward = module.forward
 
-        def record(query, key, *args, forward=forward, keys=keys):
+        def record(runner, query, key, *args, forward=forward, keys=keys):
             keys.append(key)
-            forward(query, key, *args)
+            forward(runner, query, key, *args)
 
-        monkeypatch.setattr(impl.runner, "forward", record)
-        batches = profile(impl, monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "forward", record)
+            batches = profile(impl, monkeypatch)
         assert len(keys) == len(batches) > 0
         assert {key is None for key in keys} == {impl.runner.shares_cache}
 

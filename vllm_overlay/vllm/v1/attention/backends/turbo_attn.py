@@ -7,7 +7,6 @@ The format, the kernels and the planning of a step are in
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -35,6 +34,7 @@ from vllm.v1.attention.ops.turbo.interface import Scoring, StoreCall
 from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.layer.forward import forward
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.layer.warm_up import warm_up
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
@@ -333,10 +333,8 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         window = None
         if self.window is not None and key is not None:
             window = self.window.of_step()
-        forward = self.runner.forward
-        if self.runner.kernels is None:
-            forward = partial(reference.forward, self.runner)
-        forward(query, key, value, kv_cache, attn_metadata, output, window)
+        run = reference.forward if self.runner.kernels is None else forward
+        run(self.runner, query, key, value, kv_cache, attn_metadata, output, window)
         return output
 
     def do_kv_cache_update(

@@ -35,7 +35,7 @@ from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS, LatentForm
 from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner
 from vllm.v1.attention.ops.turbo.latent.warm_up import warm_up
-from vllm.v1.attention.ops.turbo.layer.runner import take_scratch
+from vllm.v1.attention.ops.turbo.layer.scratch import take_scratch
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.attention.ops.turbo.serving.backend import TurboPagesBackend

@@ -24,7 +24,8 @@ from vllm.v1.attention.ops.turbo.latent.choose import (
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import LatentCall, LatentStoreCall
 from vllm.v1.attention.ops.turbo.latent.kernels import LatentKernels
-from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots, take_scratch
+from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots
+from vllm.v1.attention.ops.turbo.layer.scratch import take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     DecodePlan,

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A layer at work: the launches of a forward pass, and their scratch."""
+"""A layer at work: its kernels, its scoring and the limits of its steps."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,55 +20,29 @@ from vllm.v1.attention.ops.turbo.choose import (
     start_builds,
 )
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
-from vllm.v1.attention.ops.turbo.interface import (
-    AttentionCall,
-    AttentionFn,
-    NewestTokens,
-    OutputScratch,
-    Partials,
-    RotatedQuery,
-    Scoring,
-    StoreCall,
-    TensorSpecs,
-    Variant,
-)
+from vllm.v1.attention.ops.turbo.interface import Scoring, TensorSpecs, Variant
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
 from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
-from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
-from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
-from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens
+from vllm.v1.attention.ops.turbo.layer.scratch import LayerScratch, take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     MAX_EXTEND_TOKENS,
     MAX_OUTPUT_CALL_TOKENS,
     MAX_SHARED_EXTEND_TOKENS,
-    DecodePlan,
     DecodePlanner,
+)
+from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
+from vllm.v1.attention.ops.turbo.planning.largest_batch import (
     LargestBatch,
     largest_batch,
 )
-from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.planning.prefill import (
     FLASH_ATTN_MAX_HEAD_SIZE,
     PrefillLimits,
     prefill_limits,
 )
-from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan, SpanPlan
-from vllm.v1.attention.ops.turbo.planning.scratch import (
-    DecodeScratch,
-    LayerShape,
-    OwnScratch,
-    PrefillScratch,
-    SharedScratch,
-    num_bytes,
-)
-from vllm.v1.attention.ops.turbo.planning.step import StepPlan
-from vllm.v1.worker.workspace import (
-    current_workspace_manager,
-    is_workspace_manager_initialized,
-)
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.keys.bias import KeyBias
@@ -84,25 +57,8 @@ def num_draft_slots(vllm_config: VllmConfig) -> int:
     return 0 if speculative is None else speculative.max_num_new_slots_for_drafting
 
 
-def take_scratch(specs: TensorSpecs, device: torch.device) -> list[torch.Tensor]:
-    """Scratch tensors of vLLM's workspace, which overlap those of earlier calls.
-
-    So kernels that read earlier tensors have to come before kernels that write these,
-    in the stream's order.
-
-    Args:
-        specs: Shapes and dtypes of the tensors.
-        device: The device, used if vLLM's workspace is not initialised.
-
-    """
-    # A new workspace manager fails if it is asked for no bytes.
-    if is_workspace_manager_initialized() and num_bytes(specs) > 0:
-        return current_workspace_manager().get_simultaneous(*specs)
-    return [torch.empty(s, dtype=dtype, device=device) for s, dtype in specs]
-
-
 class TurboRunner:
-    """Stores and attends for one layer, with the kernels that were chosen for it.
+    """One layer, with the kernels that were chosen for it; ``forward`` runs them.
 
     Attributes:
         shape: Heads, head size and dtype.
@@ -325,240 +281,6 @@ class TurboRunner:
             return self.flash_attn
         return partial(self.flash_attn, softcap=self.logits_soft_cap)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        step: StepPlan,
-        output: torch.Tensor,
-        window: RecentWindow | None = None,
-    ) -> None:
-        """Store, then attend: from decodes, then extends, then prefills.
-
-        A prefill reuses scratch. Its kernels do not begin before the previous kernel
-        has ended. That is a merge, which has waited for the kernels whose results it
-        reads.
-
-        Args:
-            query: (T, Hq, D) bf16 or fp16.
-            key: (T, H, D); None if another layer stores them.
-            value: (T, H, D), likewise.
-            kv_cache: (num_blocks, H, N, C) uint8.
-            step: The plan of the step, which has T query tokens.
-            output: (>= T, Hq, D), of which T rows are written.
-            window: The 8-bit copy of the newest tokens, for decodes and extends; None
-                for none.
-
-        """
-        self._store_and_decode(query, key, value, kv_cache, step, output, window)
-        for first, plan in step.prefills(key is None):
-            rows = slice(first, first + int(plan.query_start_loc_cpu[-1]))
-            spans = plan.spans if step.sees_spans(self.sliding_window) else None
-            self._prefill(
-                query[rows],
-                None if key is None else key[rows],
-                None if value is None else value[rows],
-                kv_cache,
-                plan,
-                spans,
-                output[rows],
-            )
-
-    def _prefill(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        plan: PrefillPlan,
-        spans: SpanPlan | None,
-        output: torch.Tensor,
-    ) -> None:
-        """Attend from the tokens of a plan, when they are stored."""
-        specs = PrefillScratch.specs(
-            self.context_shape,
-            plan.max_buffered_tokens(self.sliding_window),
-            self.prefill_limits.piece_tokens,
-            self.context_parallel is not None,
-        )
-        scratch = take_scratch(specs, query.device)
-        call = PrefillCall(
-            query,
-            key,
-            value,
-            kv_cache,
-            self.layout,
-            self.scoring,
-            PrefillScratch(*scratch) if scratch else None,
-            output,
-            self.capped_flash_attn,
-            self.context_parallel,
-        )
-        prefill_attention(call, plan, spans)
-
-    def _store_and_decode(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        step: StepPlan,
-        output: torch.Tensor,
-        window: RecentWindow | None,
-    ) -> None:
-        """Store all tokens, and attend from decodes and extends.
-
-        No token is stored if the layer reads another's cache.
-        """
-        kernels, plan = self.kernels, step.decode_plans[self.context_shape]
-        assert kernels is not None
-        scratch = self._decode_scratch(step, plan, query.device)
-        num_rotated = plan.num_rotated_tokens
-        queries = query[:num_rotated]
-        if scratch.shared is None:
-            # A call writes the output of its own tokens alone, after it has read their
-            # queries. So rotated queries can share memory with the output.
-            rotated = output[:num_rotated].view(torch.float16)
-        else:
-            assert self.context_parallel is not None
-            rotated = scratch.shared.query
-            if plan.num_tokens > 0:
-                queries = self.context_parallel.gather(queries)
-            else:
-                queries = rotated.view(query.dtype)
-        query_scale = scratch.query_scale[: rotated.shape[0]]
-        rotated_query = RotatedQuery(rotated, query_scale)
-        if key is None or value is None:
-            none = query.new_empty(0, self.shape.num_kv_heads, self.shape.head_size)
-            slots = step.slot_mapping[:0]
-            stored = StoreCall(kv_cache, slots, none, none, self.layout)
-        else:
-            stored = StoreCall(
-                kv_cache,
-                step.slot_mapping,
-                key,
-                value,
-                self.layout,
-                key_offset=step.key_offset(self.key_offset),
-                window=None if window is None else step.window_update(window),
-            )
-        kernels.store(
-            stored._replace(
-                query=queries, rotated_query=rotated_query, scale=self.scale
-            )
-        )
-        scoring = self.scoring
-        for call in plan.calls:
-            own, count = call.tokens, call.num_partials
-            newest = None
-            if key is not None and value is not None and not self.stored:
-                newest = NewestTokens(query[own], key[own], value[own], self.scale)
-                if call.attends_before:
-                    assert scratch.own is not None
-                    newest = attend_to_own_tokens(
-                        newest,
-                        call.batch,
-                        scratch.own,
-                        self.capped_flash_attn,
-                        self.sliding_window,
-                    )
-            attention = AttentionCall(
-                kv_cache,
-                self.layout,
-                call.batch,
-                scoring,
-                output[own],
-                query[own],
-                newest,
-                None if window is None else window.from_sequence(call.first_request),
-            )
-            if call.ends_in_outputs:
-                assert kernels.extend_outputs and scratch.outputs
-                kernels.extend_outputs(attention._replace(window=None), scratch.outputs)
-                continue
-            own_query = RotatedQuery(rotated[own], query_scale[own])
-            attend = kernels.decode_attention
-            if call.is_extend:
-                assert kernels.extend_attention is not None
-                attend = kernels.extend_attention
-            partials = Partials(scratch.partial[:count], scratch.partial_lse[:count])
-            if scratch.shared is None:
-                attend(own_query, attention, partials)
-            else:
-                self._attend_with_others(
-                    attend, own_query, attention, partials, scratch.shared
-                )
-
-    def _decode_scratch(
-        self, step: StepPlan, plan: DecodePlan, device: torch.device
-    ) -> DecodeScratch:
-        """The scratch that all layers of this shape share in a step."""
-        shape = self.context_shape
-        scratch = step.decode_scratch.get(shape)
-        if scratch is None:
-            specs = DecodeScratch.specs(shape, plan.num_tokens, plan.num_partials)
-            shared_specs: TensorSpecs = []
-            if self.context_parallel is not None:
-                shared_specs = SharedScratch.specs(
-                    shape, plan.num_tokens, plan.num_slots
-                )
-            own_specs = OwnScratch.specs(self.shape, plan.num_own_tokens)
-            output_specs = self._output_specs(plan.num_own_tiles)
-            parts = (specs, shared_specs, own_specs, output_specs)
-            tensors = iter(take_scratch([*chain(*parts)], device))
-            # One request to the workspace has all of them, in order.
-            found, shared, own, outputs = (
-                [*islice(tensors, len(part))] for part in parts
-            )
-            query_scale, partial, partial_lse = found
-            scratch = DecodeScratch(
-                query_scale,
-                partial,
-                partial_lse,
-                SharedScratch(*shared) if shared else None,
-                OwnScratch(*own) if own else None,
-                OutputScratch(*outputs) if outputs else None,
-            )
-            step.decode_scratch[shape] = scratch
-        return scratch
-
-    def _output_specs(self, num_own_tiles: int) -> TensorSpecs:
-        """Shapes and dtypes of ``OutputScratch``; empty without tiles."""
-        if num_own_tiles == 0:
-            return []
-        assert self.kernels is not None
-        num_kv_heads = self.shape.num_kv_heads
-        return self.kernels.output_scratch(
-            self.layout, num_kv_heads, self.num_sms, num_own_tiles
-        )
-
-    def _attend_with_others(
-        self,
-        attend: AttentionFn,
-        query: RotatedQuery,
-        call: AttentionCall,
-        partials: Partials,
-        scratch: SharedScratch,
-    ) -> None:
-        """Make one call of attention to a context that ranks share.
-
-        Each rank merges its splits, and a collective joins the ranks' results. The
-        joined result is then merged with the query tokens, as a single split.
-        """
-        assert self.context_parallel is not None and self.kernels is not None
-        slots = call.batch.num_query_slots
-        part, lse = scratch.output[:slots], scratch.lse[:slots]
-        # A rank's part has neither the query tokens nor the sinks.
-        scoring = Scoring(self.scale, soft_cap=self.logits_soft_cap)
-        own_part = AttentionCall(
-            call.kv_cache, call.layout, call.batch, scoring, part, lse=lse
-        )
-        attend(query, own_part, partials)
-        part, lse = self.context_parallel.reduce(part, lse, is_lse_base_on_e=False)
-        self.kernels.merge_splits(Partials(part, lse), call._replace(window=None))
-
     def alone(self) -> AbstractContextManager[None]:
         """A context in which kernels run without waiting for other ranks."""
         if self.context_parallel is None:
@@ -576,13 +298,17 @@ class TurboRunner:
         """
         if self.context_parallel is None:
             return
-        num_tokens = min(self.prefill_limits.slice_tokens, self.max_num_tokens)
         self.context_parallel.check(
-            num_tokens, self._max_shared_slots, self.shape, device
+            self.max_slice_tokens, self.largest_batch.num_slots, self.shape, device
         )
 
     @property
-    def _largest_batch(self) -> LargestBatch:
+    def max_slice_tokens(self) -> int:
+        """The most query tokens of a prefill's slice."""
+        return min(self.prefill_limits.slice_tokens, self.max_num_tokens)
+
+    @property
+    def largest_batch(self) -> LargestBatch:
         """The batch whose decodes and extends take the most scratch of any step."""
         return largest_batch(
             self.context_shape,
@@ -596,33 +322,32 @@ class TurboRunner:
         )
 
     @property
-    def _max_shared_slots(self) -> int:
-        """The most query slots of any call: see ``DecodePlan.num_slots``."""
-        most = max(MAX_CALL_TOKENS, self.max_extend_len)
-        return max(self._largest_batch.num_tokens, most)
+    def scratch(self) -> LayerScratch:
+        """The sizes of the layer that its scratch follows from."""
+        assert self.kernels is not None
+        return LayerScratch(
+            self.shape,
+            self.context_shape,
+            self.context_parallel is not None,
+            self.prefill_limits.piece_tokens,
+            partial(
+                self.kernels.output_scratch,
+                self.layout,
+                self.shape.num_kv_heads,
+                self.num_sms,
+            ),
+        )
 
     def _largest_scratch(self) -> list[TensorSpecs]:
         """The largest tensors of each request to the workspace, over all steps."""
-        shape, is_shared = self.context_shape, self.context_parallel is not None
-        num_tokens, num_partials, num_own_tokens, num_own_tiles = self._largest_batch
-        limits = self.prefill_limits
-        slice_tokens = min(limits.slice_tokens, self.max_num_tokens)
-        decode = DecodeScratch.specs(shape, num_tokens, num_partials)
-        if is_shared:
-            decode += SharedScratch.specs(shape, num_tokens, self._max_shared_slots)
-        decode += OwnScratch.specs(self.shape, num_own_tokens)
-        decode += self._output_specs(num_own_tiles)
-        return [
-            decode,
-            PrefillScratch.specs(shape, slice_tokens, limits.piece_tokens, is_shared),
-        ]
+        return self.scratch.largest(self.largest_batch, self.max_slice_tokens)
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of scratch memory that the profile run reserves."""
-        return (
-            0 if self.kernels is None else max(map(num_bytes, self._largest_scratch()))
-        )
+        if self.kernels is None:
+            return 0
+        return max(map(num_bytes, self._largest_scratch()))
 
     def reserve(self, device: torch.device) -> None:
         """Allocate the largest step's scratch, and tensors that kernels keep."""

@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
 from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
 from vllm.v1.attention.ops.turbo.interface import KeyOffset, RotatedQuery, StoreCall
+from vllm.v1.attention.ops.turbo.layer.forward import forward
 from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
 from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
@@ -231,7 +232,7 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             for window in small_windows(runner, step, size, device):
                 with runner.alone():
-                    runner.forward(query, key, value, cache, step, output, window)
+                    forward(runner, query, key, value, cache, step, output, window)
     if runner.shares_cache:
         return
     for num_tokens in kernels.store_sizes(runner.layout, kv_heads):

@@ -36,7 +36,7 @@ def forward(
     output: torch.Tensor,
     window: RecentWindow | None = None,
 ) -> None:
-    """Store a step's tokens and attend, like ``TurboRunner.forward`` by kernels.
+    """Store a step's tokens and attend, like ``layer.forward`` by kernels.
 
     Args:
         runner: The layer's. It has the format, the scoring and the ranks that share the

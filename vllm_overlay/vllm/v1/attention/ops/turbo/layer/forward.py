@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The launches of a layer's forward pass."""
+
+import torch
+
+from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
+from vllm.v1.attention.ops.turbo.interface import (
+    AttentionCall,
+    AttentionFn,
+    NewestTokens,
+    Partials,
+    RotatedQuery,
+    Scoring,
+    StoreCall,
+)
+from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
+from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
+from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens
+from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
+from vllm.v1.attention.ops.turbo.planning.decode import DecodePlan, PlannedCall
+from vllm.v1.attention.ops.turbo.planning.scratch import DecodeScratch, SharedScratch
+from vllm.v1.attention.ops.turbo.planning.step import StepPlan
+
+
+def forward(
+    runner: TurboRunner,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    step: StepPlan,
+    output: torch.Tensor,
+    window: RecentWindow | None = None,
+) -> None:
+    """Store, then attend: from decodes, then extends, then prefills.
+
+    A prefill reuses scratch. Its kernels do not begin before the previous kernel has
+    ended. That is a merge, which has waited for the kernels whose results it reads.
+
+    Args:
+        runner: The layer's. It has kernels.
+        query: (T, Hq, D) bf16 or fp16.
+        key: (T, H, D); None if another layer stores them.
+        value: (T, H, D), likewise.
+        kv_cache: (num_blocks, H, N, C) uint8.
+        step: The plan of the step, which has T query tokens.
+        output: (>= T, Hq, D), of which T rows are written.
+        window: The 8-bit copy of the newest tokens, for decodes and extends; None for
+            none.
+
+    """
+    _store_and_decode(runner, query, key, value, kv_cache, step, output, window)
+    for first, plan in step.prefills(key is None):
+        rows = slice(first, first + int(plan.query_start_loc_cpu[-1]))
+        call = PrefillCall(
+            query[rows],
+            None if key is None else key[rows],
+            None if value is None else value[rows],
+            kv_cache,
+            runner.layout,
+            runner.scoring,
+            runner.scratch.take_for_prefill(
+                plan.max_buffered_tokens(runner.sliding_window), query.device
+            ),
+            output[rows],
+            runner.capped_flash_attn,
+            runner.context_parallel,
+        )
+        spans = plan.spans if step.sees_spans(runner.sliding_window) else None
+        prefill_attention(call, plan, spans)
+
+
+def _store_and_decode(
+    runner: TurboRunner,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    step: StepPlan,
+    output: torch.Tensor,
+    window: RecentWindow | None,
+) -> None:
+    """Store all tokens, and attend from decodes and extends.
+
+    No token is stored if the layer reads another's cache.
+    """
+    kernels, plan = runner.kernels, step.decode_plans[runner.context_shape]
+    assert kernels is not None
+    scratch = step.decode_scratch.get(runner.context_shape)
+    if scratch is None:
+        # All layers of this shape share it in a step.
+        scratch = runner.scratch.take_for_decodes(plan, query.device)
+        step.decode_scratch[runner.context_shape] = scratch
+    queries, rotated_query = _queries_to_rotate(runner, query, plan, scratch, output)
+    if key is None or value is None:
+        none = query.new_empty(0, runner.shape.num_kv_heads, runner.shape.head_size)
+        slots = step.slot_mapping[:0]
+        stored = StoreCall(kv_cache, slots, none, none, runner.layout)
+    else:
+        stored = StoreCall(
+            kv_cache,
+            step.slot_mapping,
+            key,
+            value,
+            runner.layout,
+            key_offset=step.key_offset(runner.key_offset),
+            window=None if window is None else step.window_update(window),
+        )
+    kernels.store(
+        stored._replace(query=queries, rotated_query=rotated_query, scale=runner.scale)
+    )
+    scoring = runner.scoring
+    for call in plan.calls:
+        own = call.tokens
+        newest = None
+        if key is not None and value is not None and not runner.stored:
+            newest = NewestTokens(query[own], key[own], value[own], runner.scale)
+            if call.attends_before:
+                assert scratch.own is not None
+                newest = attend_to_own_tokens(
+                    newest,
+                    call.batch,
+                    scratch.own,
+                    runner.capped_flash_attn,
+                    runner.sliding_window,
+                )
+        attention = AttentionCall(
+            kv_cache,
+            runner.layout,
+            call.batch,
+            scoring,
+            output[own],
+            query[own],
+            newest,
+            None if window is None else window.from_sequence(call.first_request),
+        )
+        _attend(runner, call, rotated_query, attention, scratch)
+
+
+def _queries_to_rotate(
+    runner: TurboRunner,
+    query: torch.Tensor,
+    plan: DecodePlan,
+    scratch: DecodeScratch,
+    output: torch.Tensor,
+) -> tuple[torch.Tensor, RotatedQuery]:
+    """The queries that the store rotates, and memory for the rotated ones.
+
+    If ranks share the context, these are the queries of all ranks.
+    """
+    num_rotated = plan.num_rotated_tokens
+    queries = query[:num_rotated]
+    if scratch.shared is None:
+        # A call writes the output of its own tokens alone, after it has read their
+        # queries. So rotated queries can share memory with the output.
+        rotated = output[:num_rotated].view(torch.float16)
+    else:
+        assert runner.context_parallel is not None
+        rotated = scratch.shared.query
+        if plan.num_tokens > 0:
+            queries = runner.context_parallel.gather(queries)
+        else:
+            queries = rotated.view(query.dtype)
+    return queries, RotatedQuery(rotated, scratch.query_scale[: rotated.shape[0]])
+
+
+def _attend(
+    runner: TurboRunner,
+    planned: PlannedCall,
+    rotated_query: RotatedQuery,
+    call: AttentionCall,
+    scratch: DecodeScratch,
+) -> None:
+    """Make one call of attention from decodes or extends.
+
+    Args:
+        runner: The layer's.
+        planned: The call's plan.
+        rotated_query: The rotated queries of all calls.
+        call: The layer's tensors of the call.
+        scratch: The step's scratch.
+
+    """
+    kernels = runner.kernels
+    assert kernels is not None
+    if planned.ends_in_outputs:
+        assert kernels.extend_outputs and scratch.outputs
+        kernels.extend_outputs(call._replace(window=None), scratch.outputs)
+        return
+    own, count = planned.tokens, planned.num_partials
+    query = RotatedQuery(rotated_query.vectors[own], rotated_query.scale[own])
+    attend = kernels.decode_attention
+    if planned.is_extend:
+        assert kernels.extend_attention is not None
+        attend = kernels.extend_attention
+    partials = Partials(scratch.partial[:count], scratch.partial_lse[:count])
+    if scratch.shared is None:
+        attend(query, call, partials)
+    else:
+        _attend_with_others(runner, attend, query, call, partials, scratch.shared)
+
+
+def _attend_with_others(
+    runner: TurboRunner,
+    attend: AttentionFn,
+    query: RotatedQuery,
+    call: AttentionCall,
+    partials: Partials,
+    scratch: SharedScratch,
+) -> None:
+    """Make one call of attention to a context that ranks share.
+
+    Each rank merges its splits, and a collective joins the ranks' results. The joined
+    result is then merged with the query tokens, as a single split.
+    """
+    assert runner.context_parallel is not None and runner.kernels is not None
+    slots = call.batch.num_query_slots
+    part, lse = scratch.output[:slots], scratch.lse[:slots]
+    # A rank's part has neither the query tokens nor the sinks.
+    scoring = Scoring(runner.scale, soft_cap=runner.logits_soft_cap)
+    own_part = AttentionCall(
+        call.kv_cache, call.layout, call.batch, scoring, part, lse=lse
+    )
+    attend(query, own_part, partials)
+    part, lse = runner.context_parallel.reduce(part, lse, is_lse_base_on_e=False)
+    runner.kernels.merge_splits(Partials(part, lse), call._replace(window=None))
