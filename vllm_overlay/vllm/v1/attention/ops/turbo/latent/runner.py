@@ -10,7 +10,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.ops.turbo.choose import ChosenKernels
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
@@ -24,7 +23,7 @@ from vllm.v1.attention.ops.turbo.latent.choose import (
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import LatentCall, LatentStoreCall
 from vllm.v1.attention.ops.turbo.latent.kernels import LatentKernels
-from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots
+from vllm.v1.attention.ops.turbo.layer.runner import decode_query_len
 from vllm.v1.attention.ops.turbo.layer.scratch import take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
@@ -44,11 +43,6 @@ from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_bytes
 # tokens, which decide, an H200, 2026-11, `ci/gpu.py mla`.
 # DeepSeek's 16 heads: 1040 / 1144. GLM's 20 heads: 1549 / 2161.
 MAX_ABSORBED_LEN = 128
-
-
-def decode_query_len(vllm_config: VllmConfig) -> int:
-    """The most query tokens of a decode request, also in drafters."""
-    return max_decode_query_len(vllm_config) + num_draft_slots(vllm_config)
 
 
 def absorbed_query_len(vllm_config: VllmConfig) -> int:

@@ -57,6 +57,11 @@ def num_draft_slots(vllm_config: VllmConfig) -> int:
     return 0 if speculative is None else speculative.max_num_new_slots_for_drafting
 
 
+def decode_query_len(vllm_config: VllmConfig) -> int:
+    """The most query tokens of a decode request, also in drafters."""
+    return max_decode_query_len(vllm_config) + num_draft_slots(vllm_config)
+
+
 class TurboRunner:
     """One layer, with the kernels that were chosen for it; ``forward`` runs them.
 
@@ -124,9 +129,7 @@ class TurboRunner:
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.states_per_token = states_per_token
         self.max_num_tokens = states_per_token * scheduler_config.max_num_batched_tokens
-        self.max_query_len = states_per_token * (
-            max_decode_query_len(vllm_config) + num_draft_slots(vllm_config)
-        )
+        self.max_query_len = states_per_token * decode_query_len(vllm_config)
         self.cache_config = vllm_config.cache_config
         model_config = vllm_config.model_config
         self.has_spans = (
