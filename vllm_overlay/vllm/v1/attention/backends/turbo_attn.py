@@ -168,8 +168,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
     Attributes:
         runner: The layer's kernels.
         window: The layer that keeps the newest tokens in 8 bits; None for none.
-        states_per_token: Tokens that the layer stores for each token of a request: see
-            ``TurboMetadataBuilder``.
+        states_per_token: Tokens that the layer stores for each token of a request.
 
     """
 

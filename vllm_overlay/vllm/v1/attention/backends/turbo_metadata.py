@@ -43,14 +43,9 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     verification, only it knows how many are verified in this step. So all requests that
     may have drafts are decodes, and decodes take all lengths from the device.
 
-    Attributes:
-        states_per_token: Tokens that the layers store for each token of a request.
-            Arguments of ``build`` count the layers' tokens. Attributes that model
-            runners read count the requests' tokens.
-
+    Arguments of ``build`` count the layers' tokens, which may be several for each
+    token of a request. Attributes that model runners read count the requests' tokens.
     """
-
-    states_per_token: ClassVar[int] = 1
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int = 1
@@ -131,7 +126,7 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
     def decode_threshold(self) -> int:
         """The most query tokens of the layers with which a request is a decode."""
         assert self.reorder_batch_threshold is not None
-        return self.states_per_token * self.reorder_batch_threshold
+        return self.runners[0].states_per_token * self.reorder_batch_threshold
 
     @property
     def max_extend_len(self) -> int:

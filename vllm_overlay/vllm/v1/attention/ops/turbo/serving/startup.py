@@ -148,16 +148,19 @@ def share_caches(vllm_config: VllmConfig) -> None:
 def _kind(impl: TurboImpl) -> tuple[object, ...]:
     """The key that layers of the same kind share."""
     runner = impl.runner
-    sizes = impl.num_kv_heads, impl.head_size
+    sizes = impl.num_kv_heads, impl.head_size, _num_slots(impl)
     features = runner.sinks is not None, runner.logits_soft_cap
-    sizes = *sizes, runner.states_per_token
     return *sizes, runner.sliding_window, *features
+
+
+def _num_slots(impl: TurboImpl) -> int:
+    """Slots of all KV heads that a layer stores for a token of a request."""
+    return impl.runner.states_per_token * impl.num_kv_heads
 
 
 def _token_bytes(impl: TurboImpl) -> int:
     """Bytes that a layer stores for a token of a request."""
-    runner = impl.runner
-    return runner.states_per_token * impl.num_kv_heads * runner.layout.slot_size
+    return _num_slots(impl) * impl.runner.layout.slot_size
 
 
 def _layers(impl: TurboImpl, count: int) -> str:
@@ -191,10 +194,7 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
     counts = Counter(_kind(impl) for impl in impls)
     layers = ", ".join(_layers(impl, counts[kind]) for kind, impl in kinds.items())
     packed = sum(map(_token_bytes, impls))
-    unpacked = sum(
-        impl.runner.states_per_token * impl.num_kv_heads * 4 * impl.head_size
-        for impl in impls
-    )
+    unpacked = sum(_num_slots(impl) * 4 * impl.head_size for impl in impls)
     workspace = max(impl.runner.workspace_bytes for impl in kinds.values())
     shared = f"; {num_shared} more read caches of these" if num_shared else ""
     unpacked_layers = (
