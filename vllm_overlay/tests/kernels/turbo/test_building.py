@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
@@ -201,7 +201,7 @@ def test_a_bias_of_k_is_waited_for(slow, monkeypatch, folder):
     ],
 )
 def test_models_that_may_add_a_bias_of_k(config, expected):
-    assert may_add_key_bias(PretrainedConfig(**config)) is expected
+    assert may_add_key_bias(PreTrainedConfig(**config)) is expected
 
 
 def test_modules_that_were_built_before_are_not_mentioned(log, monkeypatch):

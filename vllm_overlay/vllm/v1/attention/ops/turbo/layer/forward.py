@@ -11,7 +11,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     Partials,
     RotatedQuery,
-    Scoring,
     StoreCall,
 )
 from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
@@ -218,7 +217,7 @@ def _attend_with_others(
     slots = call.batch.num_query_slots
     part, lse = scratch.output[:slots], scratch.lse[:slots]
     # A rank's part has neither the query tokens nor the sinks.
-    scoring = Scoring(runner.scale, soft_cap=runner.logits_soft_cap)
+    scoring = call.scoring._replace(sinks=None)
     own_part = AttentionCall(
         call.kv_cache, call.layout, call.batch, scoring, part, lse=lse
     )
