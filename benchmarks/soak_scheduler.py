@@ -168,7 +168,7 @@ class Soak:
             + ("prompt_tokens", "cached_tokens", "steps"),
             0,
         )
-        # Whether a request has a token, by request.
+        # Request -> whether it has a token.
         self.alive: dict[str, bool] = {}
         self.idle_steps = 0
         # The steps in which a request is aborted.

@@ -78,8 +78,9 @@ def write(model: str, kind: str, scratch: Path) -> Path:
 
 
 def serves_finer_without_scales(kind: str) -> bool:
-    """Whether vLLM refuses FINER because of the checkpoint's cache scales, which only
-    FlashAttention has for each head.
+    """Returns whether vLLM refuses FINER because of the checkpoint's cache scales.
+
+    Only FlashAttention has a scale for each head.
     """
     return KINDS[kind].rounds_activations and KINDS[kind].scale_per_head
 

@@ -163,10 +163,11 @@ def watch(name: str, words: list[str], wanted: int) -> bool:
 
 
 def racecheck_errs() -> bool:
-    """Whether racecheck reports hazards in racecheck_sets.cu, which has none."""
+    """Returns whether racecheck reports hazards in a kernel that has none."""
     logs = OUT / "sanitizer-logs"
     built = ["nvcc", "-arch=native", "-o", str(logs / "sets"), "ci/racecheck_sets.cu"]
     if run(built, {}, logs / "sets-build.txt"):
+        note(f"ci/racecheck_sets.cu was not built: see {logs / 'sets-build.txt'}")
         return False
     errs = sanitize("racecheck", [str(logs / "sets")], logs / "sets.txt") == FOUND
     verb = "reports hazards" if errs else "finds nothing"

@@ -227,7 +227,7 @@ def _expand(path: str) -> list[str]:
 
 
 def _exists(path: str, bases: list[Path]) -> bool:
-    """Whether a path exists, up to the first part that a reader fills in."""
+    """Returns whether a path exists, up to the first part that a reader fills in."""
     parts = []
     for part in path.rstrip(".,").split("/"):
         if "..." in part or PLACEHOLDER.fullmatch(part):

@@ -134,7 +134,7 @@ def ask(port: int, model: str, prompt: str) -> str:
 
 
 def is_right(answer: str, code: str = CODE) -> bool:
-    """Whether an answer holds a fact's code, as a whole number."""
+    """Returns whether an answer holds a fact's code, as a whole number."""
     return code in re.findall(r"\d+", answer)
 
 

@@ -84,7 +84,7 @@ def digest_of(tensors: Iterable[tuple[str, Any]]) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether a folder holds the whole checkpoint."""
+    """Returns whether a folder holds the whole checkpoint."""
     from safetensors.torch import load_file
 
     if not (folder / WEIGHTS).exists():

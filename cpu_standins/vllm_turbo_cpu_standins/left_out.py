@@ -16,7 +16,7 @@ NUM_LEFT_OUT = pytest.StashKey[int]()
 
 
 def cannot_run(item: pytest.Item) -> bool:
-    """Whether a condition that is known at collection skips the test."""
+    """Returns whether a condition that is known at collection skips the test."""
     return any(True in mark.args for mark in item.iter_markers("skipif"))
 
 

@@ -22,7 +22,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def _loads(package_folders: list[str]) -> bool:
-    """Whether the package's library exists and loads."""
+    """Returns whether the package's library exists and loads."""
     found = PathFinder.find_spec("_C", package_folders)
     if found is None or found.origin is None:
         return False

@@ -25,7 +25,7 @@ NUM_COLUMNS = 32
 # heads of 128, 2026-11, `benchmark_turbo_decode.py --arms turbo4 turbo4_passes
 # turbo4_extend`. 16 x 32768, an H200: 17 queries 99 / 151, 32 queries 101 / 154. An
 # H100: 17 queries 102 / 148 / 118, 32 queries 103 / 152 / 119; 64 x 4096, 32 queries
-# 66 / 93 / 73.
+# 66 / 93 / 73; 1 x 131072, 32 queries 43 / 52 / 44.
 SERVED = range(17, NUM_COLUMNS + 1)
 # Warpgroups of a block, with one block a multiprocessor, and the steps of 64 tokens
 # that each has in flight.
