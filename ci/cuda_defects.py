@@ -380,20 +380,20 @@ DEFECTS = {
         "test_cuda_offset.py::test_store",
         "turbo4",
     ),
-    # A row of the recent window never gets its tag, or is compared to bytes that are
+    # A row of the tail never gets its tag, or is compared to bytes that are
     # being stored.
-    "window-tag": Defect(
+    "tail-tag": Defect(
         "store/planes.cuh",
         "reinterpret_cast<uint32_t*>(target.tag)[word] = codes;",
         ";",
-        "test_cuda_window.py::test_rows_and_counts",
+        "test_cuda_tail.py::test_rows_and_counts",
         "turbo4",
     ),
-    "window-others": Defect(
-        "store/window.cuh",
+    "tail-others": Defect(
+        "store/tail.cuh",
         "|| is_being_stored(p, s, num_read)",
         "|| (__syncthreads(), false)",
-        "test_cuda_window.py::test_no_row_counts_beside_tokens_that_another_stores",
+        "test_cuda_tail.py::test_no_row_counts_beside_tokens_that_another_stores",
     ),
     # A kernel reads tensors that the kernel before has not written yet.
     "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),

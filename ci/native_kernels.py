@@ -34,7 +34,7 @@ RECORD = ROOT / "benchmarks/results/native_kernels.json"
 TESTS = ROOT / "vllm_overlay/tests/kernels/turbo"
 TURBO = "vllm.v1.attention.ops.turbo"
 # Modules whose constants Triton's kernels take.
-FORMATS = ("format", "formats.window", "latent.format")
+FORMATS = ("format", "formats.tail", "latent.format")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"(.+?)"', re.MULTILINE)
 

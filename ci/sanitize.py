@@ -8,7 +8,7 @@
 The steps are the backend's: store of a prompt and of new tokens, decode of one token
 and of drafts, uniform and ragged, extend with few and with many queries, merge. Each
 tensor is an allocation of its own size, and scratch is not initialised. Some layouts
-run once more with an offset of K, and again with an offset and a recent window, which
+run once more with an offset of K, and again with an offset and a tail, which
 has the tokens of a step before. With --defect, the tool that begins the defect's name
 has to find a fault.
 """
@@ -33,8 +33,8 @@ from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
 from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
-from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
+from vllm.v1.attention.ops.turbo.formats.tail import TailFormat
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 from vllm.v1.attention.ops.turbo.interface import (
     OFFSET_SEGMENT,
     AttentionCall,
@@ -67,21 +67,21 @@ class Case(NamedTuple):
         layout: The cache's format.
         group: Query heads per KV head.
         has_offset: Whether an offset is taken off K.
-        has_window: Whether sequences have recent windows.
+        has_tail: Whether sequences have tails.
 
     """
 
     layout: TurboFormat
     group: int
     has_offset: bool = False
-    has_window: bool = False
+    has_tail: bool = False
 
     def __str__(self) -> str:
         text = (
             f"{self.layout.name} {self.layout.head_size}, {self.group} queries a head"
         )
         offset = ", with an offset of K" if self.has_offset else ""
-        return text + offset + (" and a recent window" if self.has_window else "")
+        return text + offset + (" and a tail" if self.has_tail else "")
 
 
 class Batch(NamedTuple):
@@ -236,26 +236,26 @@ def filled_cache(
     return cache
 
 
-def start_windows(
+def start_tails(
     case: Case,
     cache: torch.Tensor,
     batch: Batch,
     slots: list[torch.Tensor],
     table: torch.Tensor,
     key_offset: torch.Tensor | None,
-) -> RecentWindow:
-    """Returns the sequences' windows, in the cache's last blocks. A step has stored as
+) -> Tail:
+    """Returns the sequences' tails, in the cache's last blocks. A step has stored as
     many tokens before the query tokens as there are rows.
     """
     layout = case.layout
-    window_format = WindowFormat(layout, BLOCK_SIZE)
-    num_seqs, num_rows = len(batch.lens), window_format.num_rows
+    tail_format = TailFormat(layout, BLOCK_SIZE)
+    num_seqs, num_rows = len(batch.lens), tail_format.num_rows
     blocks = torch.arange(cache.shape[0] - num_seqs, cache.shape[0], dtype=torch.int32)
-    window = RecentWindow(
+    tail = Tail(
         cache,
         blocks.to(DEVICE),
         torch.empty(num_seqs, dtype=torch.int32, device=DEVICE),
-        window_format,
+        tail_format,
         num_rows,
     )
     before = [length - query_len for query_len, length in batch.lens]
@@ -277,22 +277,22 @@ def start_windows(
             value,
             layout,
             key_offset=offset,
-            window=WindowUpdate(window, table, lengths, device_starts),
+            tail=TailUpdate(tail, table, lengths, device_starts),
         )
     )
-    return window
+    return tail
 
 
 def run(case: Case, batch: Batch, defect: str | None) -> None:
     """Store, then attend with several numbers of splits, also to newest tokens."""
     layout = case.layout
     size, num_heads = layout.head_size, case.group * NUM_KV_HEADS
-    if case.has_window:
+    if case.has_tail:
         batch = batch.whole()
     seq_lens = [length for _, length in batch.lens]
     slots, table = slots_and_table(seq_lens)
-    num_windows = len(seq_lens) if case.has_window else 0
-    cache = filled_cache(layout, slots, num_windows, defect)
+    num_tails = len(seq_lens) if case.has_tail else 0
+    cache = filled_cache(layout, slots, num_tails, defect)
     if defect == "memcheck-page":
         table[-1, math.ceil(seq_lens[-1] / BLOCK_SIZE) - 1] = cache.shape[0]
     query_lens = torch.tensor([query_len for query_len, _ in batch.lens])
@@ -311,19 +311,19 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
         batch.query_len,
         None if batch.is_uniform else some_starts,
     )
-    key_table = key_offset = window = update = None
+    key_table = key_offset = tail = update = None
     if case.has_offset:
         # Two segments, of which the last counts for all later tokens.
         key_table = torch.randn(2, NUM_KV_HEADS, size).to(DEVICE)
         key_offset = KeyOffset(key_table, device_lens, some_starts)
     newest = NewestTokens(query, key, value, size**-0.5)
     scoring = Scoring(size**-0.5, key_offset=key_table)
-    if case.has_window:
-        window = start_windows(case, cache, batch, slots, device_table, key_table)
-        update = WindowUpdate(window, device_table, device_lens, some_starts)
+    if case.has_tail:
+        tail = start_tails(case, cache, batch, slots, device_table, key_table)
+        update = TailUpdate(tail, device_table, device_lens, some_starts)
     for num_splits in batch.splits:
-        # With a window, the newest token is always seen as computed.
-        for own_newest in (newest,) if case.has_window else (None, newest):
+        # With a tail, the newest token is always seen as computed.
+        for own_newest in (newest,) if case.has_tail else (None, newest):
             rotated = RotatedQuery(
                 torch.empty_like(query, dtype=torch.float16),
                 torch.empty(num_tokens, num_heads, device=DEVICE),
@@ -349,20 +349,20 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
                 )
             )
             call = AttentionCall(
-                cache, layout, sequences, scoring, output, query, own_newest, window
+                cache, layout, sequences, scoring, output, query, own_newest, tail
             )
             batch.attend(rotated, call, partials)
             result = output.cpu()
             if defect is None:
                 check(batch, starts, result)
-                if window is not None:
-                    check_window(batch, window)
+                if tail is not None:
+                    check_tail(batch, tail)
 
 
-def check_window(batch: Batch, window: RecentWindow) -> None:
+def check_tail(batch: Batch, tail: Tail) -> None:
     """Check that each has the rows that the step before wrote and this one left."""
-    for (query_len, length), packed in zip(batch.lens, window.packed_lens.tolist()):
-        rows = max(window.format.num_rows - query_len, 0)
+    for (query_len, length), packed in zip(batch.lens, tail.packed_lens.tolist()):
+        rows = max(tail.format.num_rows - query_len, 0)
         wanted = min(length - query_len, rows)
         assert length - packed == wanted, (query_len, length, packed)
 
@@ -405,7 +405,7 @@ def main() -> None:
     if not args.defect:
         some = [(TurboFormat.from_cache_dtype(n, d), g) for n, d, g in SOME]
         cases += [Case(*case, has_offset=True) for case in some]
-        cases += [Case(*case, has_offset=True, has_window=True) for case in some]
+        cases += [Case(*case, has_offset=True, has_tail=True) for case in some]
     build(cases)
     for case in cases:
         for name, batch in batches(case).items():

@@ -46,12 +46,12 @@ _SELECTED = re.compile(
     |features\.py::test_decodes\[2-16-newest-columns-turbo4-128-cap2\]
     |own_tokens\.py::test_(batches\[beside|broken|scratch.*\[64\])
     |hybrid_pages\.py::test_(store\[3952-128-cuda|decodes\[3-6-3952-decode-turbo4-128)\]
-    |window\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
-    |window\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
-    |window\.py::test_(tokens_that|a_prefix|no_row)
-    |window\.py::test_attention\[(offset-8-decode-turbo4-128|plain-8-decode-turbo4-256)\]
-    |window\.py::test_sliding_window\[offset-8-decode-turbo4-128-20\]
-    |window\.py::test_newest.*\[offset-20-rows\]
+    |tail\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
+    |tail\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
+    |tail\.py::test_(tokens_that|a_prefix|no_row)
+    |tail\.py::test_attention\[(offset-8-decode-turbo4-128|plain-8-decode-turbo4-256)\]
+    |tail\.py::test_sliding_window\[offset-8-decode-turbo4-128-20\]
+    |tail\.py::test_newest.*\[offset-20-rows\]
     |merge\.py::test_results_of_the_newest.*\[1\.5-bf16-128\]
     |merge_parts\.py::test_parts\[8-(64|256)\]
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-8-True-128\]

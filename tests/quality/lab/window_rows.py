@@ -20,8 +20,8 @@ from windows import MODELS, load_subject
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
-from vllm.v1.attention.ops.turbo.reference.window import (
+from vllm.v1.attention.ops.turbo.formats.tail import TailFormat
+from vllm.v1.attention.ops.turbo.reference.tail import (
     dequantize_rows,
     quantize_rows,
 )
@@ -53,7 +53,7 @@ ROWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 
 def num_rows(head_size: int, bits: int) -> int:
     """Rows of a page, with their tags; without bits one row, a token's own."""
-    layout = WindowFormat(TurboFormat.from_cache_dtype("turbo4", head_size), BLOCK_SIZE)
+    layout = TailFormat(TurboFormat.from_cache_dtype("turbo4", head_size), BLOCK_SIZE)
     if bits == 8:
         return layout.num_rows
     tag = sum(layout.row_widths[4:])

@@ -112,7 +112,7 @@ ARMS: dict[str, Callable[..., Arm]] = {
         for name in OTHER_KERNELS
     },
     **{
-        f"{dtype}_window": partial(TurboArm, cache_dtype=dtype, has_window=True)
+        f"{dtype}_window": partial(TurboArm, cache_dtype=dtype, has_tail=True)
         for dtype in TURBO_DTYPES
     },
     **{
@@ -278,7 +278,7 @@ def make_filled(
         arm = make_arm(batch)
         fill(arm)
     if isinstance(arm, TurboArm):
-        arm.fill_window()
+        arm.fill_tail()
     return arm
 
 

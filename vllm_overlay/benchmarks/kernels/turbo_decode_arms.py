@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
+    from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 
 DTYPE = torch.bfloat16
-# The block size of a recent window: vLLM's default where there is a window.
-WINDOW_BLOCK_SIZE = 64
+# The block size of a tail: vLLM's default where there is a tail.
+TAIL_BLOCK_SIZE = 64
 # The number of layers whose pages lie side by side.
 LAYERS_BESIDE = 8
 
@@ -219,7 +219,7 @@ class TurboArm(Arm):
         cache: The cache of another arm, to share; None for a new one.
         has_key_offset: Whether an offset is taken off K. The cache then holds keys
             without it.
-        has_window: Whether there is a recent window.
+        has_tail: Whether there is a tail.
         sliding_window: The most tokens that a query token sees; None for all.
         cache_layout: vLLM's name of the layout of layers' pages. Pages of other layers
             may lie between this layer's pages, or between their heads.
@@ -237,7 +237,7 @@ class TurboArm(Arm):
         variant: tuple[int, int, int, int, int] | None = None,
         cache: torch.Tensor | None = None,
         has_key_offset: bool = False,
-        has_window: bool = False,
+        has_tail: bool = False,
         sliding_window: int | None = None,
         enable_pdl: bool = True,
         cache_layout: str = "LBHNC",
@@ -246,7 +246,7 @@ class TurboArm(Arm):
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.choose import choose_kernels
         from vllm.v1.attention.ops.turbo.format import TurboFormat
-        from vllm.v1.attention.ops.turbo.formats.recent import WindowUpdate
+        from vllm.v1.attention.ops.turbo.formats.tail_pages import TailUpdate
         from vllm.v1.attention.ops.turbo.interface import (
             OFFSET_SEGMENT,
             KeyOffset,
@@ -266,7 +266,7 @@ class TurboArm(Arm):
             kernels,
             self.layout,
             group,
-            variant=Variant(has_key_offset, has_window),
+            variant=Variant(has_key_offset, has_tail),
         )
         self.offsets = self.step_offset = None
         # By a sequence's number of tokens. Made before, as a graph cannot make them.
@@ -278,11 +278,11 @@ class TurboArm(Arm):
             starts = batch.query_start_loc()
             self.step_offset = KeyOffset(self.offsets, batch.seq_lens, starts)
         self.sliding_window = sliding_window
-        self.window = self.window_update = None
-        if has_window:
-            self.window = self.make_window()
-            self.window_update = WindowUpdate(
-                self.window,
+        self.tail = self.tail_update = None
+        if has_tail:
+            self.tail = self.make_tail()
+            self.tail_update = TailUpdate(
+                self.tail,
                 batch.block_table,
                 batch.seq_lens,
                 batch.query_start_loc(),
@@ -332,42 +332,42 @@ class TurboArm(Arm):
         )
         return pages.select(layer_dim, sizes[layer_dim] // 2)
 
-    def make_window(self) -> "RecentWindow":
-        """A window of as many tokens as its pages have room for."""
-        from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
-        from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
+    def make_tail(self) -> "Tail":
+        """A tail of as many tokens as its pages have room for."""
+        from vllm.v1.attention.ops.turbo.formats.tail import TailFormat
+        from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 
         batch, num_seqs = self.batch, len(self.batch.seq_lens)
-        shape = num_seqs + 1, batch.shape.num_kv_heads, WINDOW_BLOCK_SIZE
-        window_format = WindowFormat(self.layout, WINDOW_BLOCK_SIZE)
+        shape = num_seqs + 1, batch.shape.num_kv_heads, TAIL_BLOCK_SIZE
+        tail_format = TailFormat(self.layout, TAIL_BLOCK_SIZE)
         blocks = torch.arange(1, num_seqs + 1, dtype=torch.int32, device=batch.device)
-        return RecentWindow(
+        return Tail(
             torch.zeros(
                 *shape, self.token_bytes, dtype=torch.uint8, device=batch.device
             ),
             blocks,
             torch.zeros_like(blocks),
-            window_format,
-            window_format.num_rows - 1,
+            tail_format,
+            tail_format.num_rows - 1,
         )
 
-    def fill_window(self) -> None:
-        """Store the tokens before the newest once more, to fill the window."""
-        if self.window is None:
+    def fill_tail(self) -> None:
+        """Store the tokens before the newest once more, to fill the tail."""
+        if self.tail is None:
             return
-        from vllm.v1.attention.ops.turbo.formats.recent import WindowUpdate
+        from vllm.v1.attention.ops.turbo.formats.tail_pages import TailUpdate
         from vllm.v1.attention.ops.turbo.interface import StoreCall
 
-        batch, count = self.batch, self.window.format.num_rows
+        batch, count = self.batch, self.tail.format.num_rows
         slots = [batch.slots(i)[-1 - count : -1] for i in range(len(batch.seq_lens))]
         bounds = [0, *accumulate(map(len, slots))]
         starts = torch.tensor(bounds, dtype=torch.int32).to(batch.device)
         heads = batch.shape.num_kv_heads, batch.shape.head_size
         key, value = batch.random(bounds[-1], *heads), batch.random(bounds[-1], *heads)
         lens = batch.seq_lens - 1
-        update = WindowUpdate(self.window, batch.block_table, lens, starts)
+        update = TailUpdate(self.tail, batch.block_table, lens, starts)
         tokens = torch.cat(slots), key, value, self.layout
-        self.kernels.store(StoreCall(self.cache, *tokens, window=update))
+        self.kernels.store(StoreCall(self.cache, *tokens, tail=update))
 
     def write(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
@@ -397,7 +397,7 @@ class TurboArm(Arm):
             self.rotated_query,
             self.scale,
             self.step_offset,
-            self.window_update,
+            self.tail_update,
         )
         self.kernels.store(call, **self.store_options)
 
@@ -423,7 +423,7 @@ class TurboArm(Arm):
             batch.output,
             batch.query,
             NewestTokens(batch.query, batch.key, batch.value, self.scale),
-            self.window,
+            self.tail,
         )
         self.attend(self.rotated_query, call, self.partials, **self.options)
 

@@ -125,7 +125,7 @@ KERNELS = {
             refusal=OUTPUTS.refusal,
             opt_outs={
                 "offset": "OutputsFn takes keys without an offset",
-                "window": "OutputsFn reads the codes of tokens in a recent window",
+                "tail": "OutputsFn reads the codes of tokens in a tail",
                 "partials": "the kernel writes outputs, so that there are no LSE",
             },
             marks=(requires_hopper,),

@@ -17,9 +17,9 @@ from vllm.v1.attention.ops.turbo.interface import (
     NewestTokens,
     OffsetScores,
     Partials,
-    RecentWindow,
     RotatedQuery,
     Scoring,
+    Tail,
 )
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 
@@ -221,7 +221,7 @@ def call_of(
     output: torch.Tensor,
     newest: NewestTokens | None = None,
     offset: OffsetScores | None = None,
-    window: RecentWindow | None = None,
+    tail: Tail | None = None,
     lse: torch.Tensor | None = None,
     **scoring: Any,
 ) -> AttentionCall:
@@ -234,7 +234,7 @@ def call_of(
         output: (T, Hq, D), written.
         newest: The query tokens that are attended to as computed.
         offset: The scores that cached keys lack.
-        window: The newest cached tokens.
+        tail: The newest cached tokens.
         lse: (B * Q, Hq), written.
         scoring: Fields of ``Scoring``; ``logits_soft_cap`` is another name of
             ``soft_cap``.
@@ -254,7 +254,7 @@ def call_of(
         output,
         query,
         newest,
-        window,
+        tail,
         lse,
     )
 

@@ -77,7 +77,7 @@ def make_vllm_config(
     max_num_batched_tokens: int = 128,
     **changes: object,
 ) -> VllmConfig:
-    """The configuration of a Llama with one layer and no recent window.
+    """The configuration of a Llama with one layer and no tail.
 
     Its config.json is written to ``folder``; ``changes`` are further entries of it.
     """
@@ -286,7 +286,7 @@ def rounds_queries(runner: TurboRunner, query_lens: list[int]) -> bool:
 
 
 def variant_of(runner: TurboRunner) -> interface.Variant:
-    """The layer's variant, without its recent window."""
+    """The layer's variant, without its tail."""
     has_cap = runner.logits_soft_cap is not None
     return interface.Variant(runner.key_offset is not None, soft_cap=has_cap)
 

@@ -241,10 +241,10 @@ def refusal_table(listed: Iterable[Reason]) -> str:
 
 def window_reasons() -> Iterator[str]:
     """Every reason for which a recent window is refused."""
-    yield from refusals.WINDOW_FEATURES
+    yield from refusals.TAIL_FEATURES
     names = ("<block_size>", "<query_len>")
-    yield refusals.window_room("<num_tokens>", *names)  # type: ignore[arg-type]
-    yield refusals.MLA_WINDOW
+    yield refusals.tail_room("<num_tokens>", *names)  # type: ignore[arg-type]
+    yield refusals.MLA_TAIL
 
 
 def render() -> str:

@@ -163,8 +163,8 @@ def test_limits_are_the_layers(folder):
     assert make_builder(config, layer).reorder_batch_threshold == 1
 
 
-def test_no_recent_window(folder):
-    """No recent window: its block would be in the request's tokens."""
+def test_no_tail(folder):
+    """No tail: its block would be in the request's tokens."""
     config = make_vllm_config(folder)
     config.attention_config.turbo_window = "auto"
     make_layer(config)

@@ -15,7 +15,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import HEADER_NAME, LaunchRefused
 from vllm.v1.attention.ops.turbo.cuda.compiler import find_nvcc, include_flags
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
-from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
+from vllm.v1.attention.ops.turbo.formats.tail import TailFormat
 
 NVCC = find_nvcc()
 pytestmark = pytest.mark.skipif(
@@ -27,7 +27,7 @@ LAYOUT = TurboFormat.from_cache_dtype("k4v3", 128)
 SOURCE = r"""
 #include <tvm/ffi/function.h>
 #include "common/launch.cuh"
-#include "common/window_entry.cuh"
+#include "common/tail_entry.cuh"
 #include "turbo_constants.h"
 using namespace turbo;
 void fail(int64_t code) { check(static_cast<cudaError_t>(code)); }
@@ -44,10 +44,10 @@ void offset(Optional<TensorView> x, bool is_wanted, TensorView like) {
   int num_offsets;
   key_offset_of(x, 2, HEAD_SIZE, is_wanted, like.device(), num_offsets);
 }
-void window(TensorView pages, TensorView blocks, int64_t num_seqs, int64_t num_rows,
+void tail(TensorView pages, TensorView blocks, int64_t num_seqs, int64_t num_rows,
             int64_t keys, int64_t values, int64_t key_scales, int64_t value_scales) {
   // Tensors of a CPU are refused last.
-  window_pages_of(pages, blocks, num_seqs, 2, num_rows, keys, values, key_scales,
+  tail_pages_of(pages, blocks, num_seqs, 2, num_rows, keys, values, key_scales,
                   value_scales, pages.device());
 }
 // How often the number of a device was worked out, of so many calls.
@@ -65,7 +65,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(ints, ints);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(partials, partials);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device, device);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(offset, offset);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(window, window);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tail, tail);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(worked_out, worked_out);
 """
 # Numbers and names of cudaError_t that refuse a launch.
@@ -293,44 +293,44 @@ def test_an_offset_is_for_modules_that_were_compiled_for_it(host, is_wanted):
         host("offset")(None if is_wanted else table, is_wanted, table)
 
 
-WINDOW = WindowFormat(LAYOUT, 32)
-BAD_WINDOWS = {
-    "axes": (dict(pages=pages()[0]), "window_pages: 3 axes"),
-    "heads": (dict(pages=pages(heads=3)), "window_pages: 3 along axis 1, not 2"),
-    "stride": (dict(pages=pages(pad=8)), "window_pages: the stride of axis"),
-    "no rows": (dict(num_rows=0), "window_pages: 0 rows, not 1 to 64"),
-    "rows": (dict(num_rows=65), "window_pages: 65 rows, not 1 to 64"),
+TAIL = TailFormat(LAYOUT, 32)
+BAD_TAILS = {
+    "axes": (dict(pages=pages()[0]), "tail_pages: 3 axes"),
+    "heads": (dict(pages=pages(heads=3)), "tail_pages: 3 along axis 1, not 2"),
+    "stride": (dict(pages=pages(pad=8)), "tail_pages: the stride of axis"),
+    "no rows": (dict(num_rows=0), "tail_pages: 0 rows, not 1 to 64"),
+    "rows": (dict(num_rows=65), "tail_pages: 65 rows, not 1 to 64"),
     "more rows": (
-        dict(num_rows=WINDOW.num_rows + 1),
-        "window value_scales: .* rows of",
+        dict(num_rows=TAIL.num_rows + 1),
+        "tail value_scales: .* rows of",
     ),
-    "start": (dict(keys=8), "window keys: .* rows of 128 bytes from 8 on"),
-    "before": (dict(values=-16), "window values: .* from -16 on"),
-    "past": (dict(key_scales=WINDOW.page_bytes), "window key_scales: .* in pages of"),
-    "blocks": (dict(num_seqs=4), "window_blocks: of 3, not 4"),
+    "start": (dict(keys=8), "tail keys: .* rows of 128 bytes from 8 on"),
+    "before": (dict(values=-16), "tail values: .* from -16 on"),
+    "past": (dict(key_scales=TAIL.page_bytes), "tail key_scales: .* in pages of"),
+    "blocks": (dict(num_seqs=4), "tail_blocks: of 3, not 4"),
     "a CPU's": ({}, "NVIDIA GPU"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_WINDOWS)
-def test_windows_that_are_not_taken(host, name):
-    """Windows with wrong shapes, strides, starts or numbers of rows are refused.
+@pytest.mark.parametrize("name", BAD_TAILS)
+def test_tails_that_are_not_taken(host, name):
+    """Tails with wrong shapes, strides, starts or numbers of rows are refused.
 
     With more rows than fit, the plane that is checked last still ends in the page.
     """
-    changed, message = BAD_WINDOWS[name]
+    changed, message = BAD_TAILS[name]
     starts = dict(
-        zip(("keys", "values", "key_scales", "value_scales"), WINDOW.plane_offsets)
+        zip(("keys", "values", "key_scales", "value_scales"), TAIL.plane_offsets)
     )
     if name == "more rows":
-        starts["value_scales"] = WINDOW.page_bytes - 16
+        starts["value_scales"] = TAIL.page_bytes - 16
     arguments = {
         "pages": pages(),
         "blocks": torch.zeros(3, dtype=torch.int32),
         "num_seqs": 3,
-        "num_rows": WINDOW.num_rows,
+        "num_rows": TAIL.num_rows,
         **starts,
         **changed,
     }
     with pytest.raises(ValueError, match=message):
-        host("window")(*arguments.values())
+        host("tail")(*arguments.values())

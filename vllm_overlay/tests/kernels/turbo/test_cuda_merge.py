@@ -444,20 +444,20 @@ def test_warps_a_row(num_sms, head_size):
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 16])
 @all_sizes
-def test_warps_a_row_with_window(head_size, group):
+def test_warps_a_row_with_tail(head_size, group):
     """A window never adds warps; it has fewer only if rows share a block's reads."""
     most = cuda_merge.block_warps(head_size)
     for num_rows in (1, 8, 32, 128, 500, 512, 1024, 2048, 10**6):
         for num_splits in (1, 7, 64):
             without = cuda_merge.warps_a_row(num_rows, num_splits, head_size, 132)
             arguments = num_rows, num_splits, group, head_size, 132
-            warps = cuda_merge.warps_a_row_with_window(*arguments)
+            warps = cuda_merge.warps_a_row_with_tail(*arguments)
             assert warps <= without and warps in (1, 2, 4, most)
             if warps < without:
                 assert most // (2 * warps) < min(group, 4 if head_size < 256 else 2)
                 assert 2 * warps * num_rows > most * 132
-    assert cuda_merge.warps_a_row_with_window(32, 64, 4, 128, 132) == 8
-    assert cuda_merge.warps_a_row_with_window(512, 51, 4, 128, 132) == 2
+    assert cuda_merge.warps_a_row_with_tail(32, 64, 4, 128, 132) == 8
+    assert cuda_merge.warps_a_row_with_tail(512, 51, 4, 128, 132) == 2
 
 
 @requires_cuda

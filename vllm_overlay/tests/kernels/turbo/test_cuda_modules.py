@@ -85,7 +85,7 @@ def served(
     """Load the modules that the kernels' entry points load, for all batches, with and
     without newest tokens.
     """
-    STORE.load(layout, None, DEVICE, variant._replace(recent_window=False))
+    STORE.load(layout, None, DEVICE, variant._replace(tail=False))
     STORE.load(layout, None, DEVICE, variant)
     MERGE.load(layout.head_size, None, DEVICE, variant)
     for query_len in query_lens:
@@ -105,14 +105,14 @@ def served(
 @pytest.mark.parametrize("max_query_len", [1, 2, 5, 9])
 @pytest.mark.parametrize("group", [*range(1, 17), 32])
 @variants
-@pytest.mark.parametrize("with_window", [False, True])
+@pytest.mark.parametrize("with_tail", [False, True])
 @pytest.mark.parametrize("capability", [CAPABILITY, 90])
 def test_all_that_is_asked_for_is_listed(
-    asked, monkeypatch, capability, group, max_query_len, variant, with_window
+    asked, monkeypatch, capability, group, max_query_len, variant, with_tail
 ):
     set_capability(monkeypatch, capability)
     longest = max_extend_len(128, group, capability)
-    variant = variant._replace(recent_window=with_window)
+    variant = variant._replace(tail=with_tail)
     for loader in serving(LAYOUT, group, max_query_len, longest, variant=variant):
         loader.load()
     listed = set(asked)
@@ -236,7 +236,7 @@ def test_modules_built_ahead_are_those_of_all_models(asked, monkeypatch, capabil
             if kernels.extend_attention:
                 longest = max_extend_len(head_size, group, capability)
             lens = range(1, 9), range(1, longest + 1)
-            served(layout, group, *lens, variant._replace(recent_window=True))
+            served(layout, group, *lens, variant._replace(tail=True))
     assert set(all_modules(capability).values()) == {module for module, _ in asked}
 
 
@@ -270,7 +270,7 @@ def test_less_is_built_ahead_for_some_dtypes_and_head_sizes():
 def test_names_are_those_of_the_modules(asked, name, head_size, variant):
     """Names are unique, because builds are counted by name."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    variant = variant._replace(recent_window=True)
+    variant = variant._replace(tail=True)
     loaders = serving(layout, 1, 8, 48, variant=variant)
     for loader in loaders:
         loader.load()
@@ -297,15 +297,15 @@ def test_a_variant_has_modules_of_its_own(asked, variant, suffix, shared):
 
 
 @pytest.mark.parametrize("has_key_offset", [False, True])
-def test_a_window_has_a_module_of_its_own(asked, has_key_offset):
-    """Only the store has a module of its own for a window."""
+def test_a_tail_has_a_module_of_its_own(asked, has_key_offset):
+    """Only the store has a module of its own for a tail."""
     without, with_one = (
         [x.name for x in serving(LAYOUT, 1, 8, 48, variant=variant)]
         for variant in (Variant(has_key_offset), Variant(has_key_offset, True))
     )
     offset = "_offset" if has_key_offset else ""
     own = [name for name in with_one if name not in without]
-    assert own == [f"store turbo4_128{offset}_window"]
+    assert own == [f"store turbo4_128{offset}_tail"]
     assert set(without) < set(with_one)
 
 

@@ -26,7 +26,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.forward import forward
-from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
+from vllm.v1.attention.ops.turbo.layer.warm_up import small_tails
 from vllm.v1.attention.ops.turbo.planning import decode as decode_plan
 from vllm.v1.attention.ops.turbo.planning import largest_batch
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
@@ -185,20 +185,20 @@ def test_requests_without_query_tokens(folder):
     assert torch.equal(layer.run(batch), expected)
 
 
-def test_beside_a_recent_window(folder):
-    """Extends write the recent window, but read packed codes, as prefills do."""
+def test_beside_a_tail(folder):
+    """Extends write the tail, but read packed codes, as prefills do."""
     layer = Layer.make(folder)
     runner = layer.runner
     batch = Batch.make(layer.impl, [(20, 40), (2, 33)])
     expected = layer.run(batch)
     step = layer.step
-    runner.window_wanted = 8
-    _, window = small_windows(runner, step, BLOCK_SIZE, torch.device(DEVICE))
+    runner.tail_wanted = 8
+    _, tail = small_tails(runner, step, BLOCK_SIZE, torch.device(DEVICE))
     own = slice(0, 22)
     output = torch.zeros_like(expected)
     tokens = batch.query[own], batch.key[own], batch.value[own]
-    forward(runner, *tokens, batch.cache, step, output, window)
-    assert torch.equal(output, expected) and window.pages.any()
+    forward(runner, *tokens, batch.cache, step, output, tail)
+    assert torch.equal(output, expected) and tail.pages.any()
 
 
 @pytest.mark.parametrize("where", ["own", "pages", "both"])

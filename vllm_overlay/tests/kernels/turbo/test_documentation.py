@@ -36,10 +36,10 @@ from vllm.v1.attention.ops.turbo.layer.prefill import check_image_heads
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS
 from vllm.v1.attention.ops.turbo.refusals import (
     LAYER_ARGUMENTS,
-    MLA_WINDOW,
+    MLA_TAIL,
     SPEC_FEATURES,
-    WINDOW_FEATURES,
-    window_room,
+    TAIL_FEATURES,
+    tail_room,
 )
 from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNECTORS
 from vllm.v1.attention.ops.turbo.serving.settings import check_layers
@@ -228,9 +228,9 @@ def test_the_page_is_current():
     assert PAGE.read_text() == render()
 
 
-def test_every_lack_of_a_recent_window_is_documented():
+def test_every_lack_of_a_tail_is_documented():
     reasons = re.findall(r"^\* `(.+)`$", section("No recent window"), re.M)
-    assert reasons == [*WINDOW_FEATURES, *returned(window_room), MLA_WINDOW]
+    assert reasons == [*TAIL_FEATURES, *returned(tail_room), MLA_TAIL]
 
 
 def test_every_connector_is_documented():

@@ -19,12 +19,12 @@ from vllm.model_executor.layers.attention import ChunkedLocalAttention
 from vllm.v1.attention.backends.turbo_attn import (
     TurboAttentionImpl,
 )
-from vllm.v1.attention.backends.turbo_window import window_choice
+from vllm.v1.attention.backends.turbo_tail import tail_choice
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.layer.forward import forward
-from vllm.v1.attention.ops.turbo.layer.warm_up import small_windows
+from vllm.v1.attention.ops.turbo.layer.warm_up import small_tails
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .backend_utils import (
@@ -216,13 +216,13 @@ class Layer:
         if not self.case["recent window"]:
             return self.batch.run(self.impl, step, self.path)
         runner, batch = self.impl.runner, self.batch
-        runner.window_wanted = 8
-        _, window = small_windows(runner, step, BLOCK_SIZE, torch.device(DEVICE))
+        runner.tail_wanted = 8
+        _, tail = small_tails(runner, step, BLOCK_SIZE, torch.device(DEVICE))
         own = slice(0, batch.common.num_actual_tokens)
         tokens = batch.query[own], batch.key[own], batch.value[own]
         output = torch.zeros_like(tokens[0])
-        forward(runner, *tokens, batch.cache, step, output, window)
-        assert window.pages.any()
+        forward(runner, *tokens, batch.cache, step, output, tail)
+        assert tail.pages.any()
         return output
 
     def check(self, output: torch.Tensor) -> None:
@@ -284,10 +284,10 @@ def test_refused_pairs_are_refused(folder):
     assert not {"sinks", "logits_soft_cap", "per_layer_sliding_window"} & set(taken)
     config = make_vllm_config(folder, turbo_prefill="stored")
     config.attention_config.turbo_window = "auto"
-    assert window_choice(config) == 0
+    assert tail_choice(config) == 0
     config = make_vllm_config(folder)
     impl = make_impl(config, kv_sharing_target_layer_name="layers.1.attn")
-    assert impl.runner.window_wanted == 0
+    assert impl.runner.tail_wanted == 0
     first = {name: values[0] for name, values in FEATURES.items()}
     both = first | {"soft cap": True, "key offset": True}
     with pytest.raises(AssertionError, match="capped scores with an offset"):

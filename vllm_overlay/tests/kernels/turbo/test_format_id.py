@@ -13,9 +13,9 @@ from torch import nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backends.turbo_window import TurboWindow
+from vllm.v1.attention.backends.turbo_tail import TurboTail
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
-from vllm.v1.attention.ops.turbo.formats import window as window_format
+from vllm.v1.attention.ops.turbo.formats import tail as tail_format
 from vllm.v1.attention.ops.turbo.keys import bias as key_bias
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.serving import format_id
@@ -173,15 +173,15 @@ def test_layers_of_other_stages_count(folder: Path, monkeypatch: pytest.MonkeyPa
     assert words[0] != words[1]
 
 
-def test_windows_have_a_word_of_their_own(folder, monkeypatch):
-    """A window's pages are not kept, so that kept pages are found with any window."""
+def test_tails_have_a_word_of_their_own(folder, monkeypatch):
+    """A tail's pages are not kept, so that kept pages are found with any tail."""
     config = make_model(folder, bias=False)
     config.attention_config.turbo_window = "auto"
     config.cache_config.block_size = 64
     name, layer = next(iter(get_layers_from_vllm_config(config, Attention).items()))
-    window = TurboWindow(name, layer.impl.runner.layout, 16, 1)
-    window.is_draft_layer = False
-    spec = window.get_kv_cache_spec(config)
+    tail = TurboTail(name, layer.impl.runner.layout, 16, 1)
+    tail.is_draft_layer = False
+    spec = tail.get_kv_cache_spec(config)
     assert spec is not None
     specs = format_id.with_format_ids({"window": spec}, config)
-    assert specs["window"].format_id == f"window{window_format.VERSION}"
+    assert specs["window"].format_id == f"window{tail_format.VERSION}"

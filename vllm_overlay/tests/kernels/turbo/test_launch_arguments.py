@@ -131,12 +131,12 @@ def merge(
     num_seqs: int,
     query_len: int,
     log2_warps: int,
-    window_pages: torch.Tensor | None,
+    tail_pages: torch.Tensor | None,
     *others: Any,
 ) -> None:
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
-    assert window_pages is None
+    assert tail_pages is None
     *_, sliding_window, sinks, soft_cap, lse, result, result_lse, enable_pdl = others
     assert enable_pdl and result is result_lse is None
     newest = NewestTokens(query, key, value, factor / LOG2_E)

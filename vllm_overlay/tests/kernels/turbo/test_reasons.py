@@ -22,9 +22,9 @@ from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS, Reason
 from vllm.v1.attention.ops.turbo.refusals import (
     ATTENTION_KINDS,
     BORROWED,
-    WINDOW_FEATURES,
+    TAIL_FEATURES,
     refusal,
-    window_room,
+    tail_room,
 )
 from vllm.v1.attention.ops.turbo.serving.connectors import (
     CANONICAL_MLA,
@@ -98,8 +98,8 @@ def test_advice_exists(reason: Reason):
     check_settings(re.sub(" of --speculative-config", "", reason.met))
 
 
-@pytest.mark.parametrize("reason", [*WINDOW_FEATURES, window_room(1, 16, 2)])
-def test_advice_for_a_window_exists(reason: str):
+@pytest.mark.parametrize("reason", [*TAIL_FEATURES, tail_room(1, 16, 2)])
+def test_advice_for_a_tail_exists(reason: str):
     check_settings(reason)
     # A hybrid's blocks cannot be shortened.
     assert re.search(SETTING, reason) or "turbo_prefill" in reason or "hybrid" in reason

@@ -41,9 +41,9 @@ def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:
     batches = []
     forward = module.forward
 
-    def record(runner, query, key, value, cache, step, output, window=None):
+    def record(runner, query, key, value, cache, step, output, tail=None):
         batches.append(step)
-        forward(runner, query, key, value, cache, step, output, window)
+        forward(runner, query, key, value, cache, step, output, tail)
         assert (output == 0).all()  # because values are zero
 
     with monkeypatch.context() as patch:

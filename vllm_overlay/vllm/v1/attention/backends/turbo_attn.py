@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.turbo_metadata import (
     TurboMetadata,
     TurboMetadataBuilder,
 )
-from vllm.v1.attention.backends.turbo_window import TurboWindow, window_choice
+from vllm.v1.attention.backends.turbo_tail import TurboTail, tail_choice
 from vllm.v1.attention.ops.turbo import reasons, reference, refusals
 from vllm.v1.attention.ops.turbo.choose import cuda_refusal
 from vllm.v1.attention.ops.turbo.format import TurboFormat, is_turbo_cache_dtype
@@ -167,13 +167,13 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
 
     Attributes:
         runner: The layer's kernels.
-        window: The layer that keeps the newest tokens in 8 bits; None for none.
+        tail: The layer that keeps the newest tokens in 8 bits; None for none.
         states_per_token: Tokens that the layer stores for each token of a request.
 
     """
 
     states_per_token: ClassVar[int] = 1
-    window: TurboWindow | None = None
+    tail: TurboTail | None = None
     supports_dcp: bool = True
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = False
@@ -250,7 +250,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
             Scoring(self.scale, sliding_window, sinks, logits_soft_cap),
             vllm_config,
-            window_choice(vllm_config, sliding_window, self.states_per_token),
+            tail_choice(vllm_config, sliding_window, self.states_per_token),
             self.states_per_token,
             ContextParallel.of_config(vllm_config) if self.dcp_world_size > 1 else None,
         )
@@ -264,18 +264,18 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         ):
             self.runner.start_builds()
 
-    def make_companion_layer(self, layer_name: str) -> TurboWindow | None:
-        """Make the layer that keeps the recent window, if one is wanted."""
+    def make_companion_layer(self, layer_name: str) -> TurboTail | None:
+        """Make the layer that keeps the tail, if one is wanted."""
         runner = self.runner
-        if runner.window_wanted:
-            self.window = TurboWindow(
+        if runner.tail_wanted:
+            self.tail = TurboTail(
                 layer_name,
                 runner.layout,
-                runner.window_wanted,
+                runner.tail_wanted,
                 runner.max_query_len,
                 runner.sliding_window,
             )
-        return self.window
+        return self.tail
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Begin to build the kernels, which depend on whether K has a bias."""
@@ -329,11 +329,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         query = query[:num_tokens]
         if key is not None and value is not None:
             key, value = key[:num_tokens], value[:num_tokens]
-        window = None
-        if self.window is not None and key is not None:
-            window = self.window.of_step()
+        tail = None
+        if self.tail is not None and key is not None:
+            tail = self.tail.of_step()
         run = reference.forward if self.runner.kernels is None else forward
-        run(self.runner, query, key, value, kv_cache, attn_metadata, output, window)
+        run(self.runner, query, key, value, kv_cache, attn_metadata, output, tail)
         return output
 
     def do_kv_cache_update(

@@ -143,7 +143,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             raise ValueError(refusals.refusal(kv_cache_dtype, found))
         window = vllm_config.attention_config.turbo_window
         if window not in ("auto", 0):
-            raise ValueError(refusals.window_refusal(window, refusals.MLA_WINDOW))
+            raise ValueError(refusals.tail_refusal(window, refusals.MLA_TAIL))
         super().__init__(
             num_heads,
             head_size,

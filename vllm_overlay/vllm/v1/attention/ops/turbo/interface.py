@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 
 # Names of the sets of kernels, for users.
 CUDA, TRITON = "CUDA", "Triton"
@@ -30,19 +30,19 @@ class Variant(NamedTuple):
 
     Attributes:
         key_offset: Whether an offset is taken off K before it is stored.
-        recent_window: Whether there is a recent window.
+        tail: Whether there is a tail.
         soft_cap: Whether a tanh bounds scores; not with ``key_offset``.
 
     """
 
     key_offset: bool = False
-    recent_window: bool = False
+    tail: bool = False
     soft_cap: bool = False
 
     @property
     def suffix(self) -> str:
         """The end of the names of kernels' instances."""
-        names = ("_offset", "_window", "_cap")
+        names = ("_offset", "_tail", "_cap")
         return "".join(name for name, has in zip(names, self) if has)
 
 
@@ -72,11 +72,9 @@ class Scoring(NamedTuple):
     soft_cap: float | None = None
     key_offset: torch.Tensor | None = None
 
-    def variant(self, has_window: bool = False) -> Variant:
-        """The variant of kernels, with a recent window or without."""
-        return Variant(
-            self.key_offset is not None, has_window, self.soft_cap is not None
-        )
+    def variant(self, has_tail: bool = False) -> Variant:
+        """The variant of kernels, with a tail or without."""
+        return Variant(self.key_offset is not None, has_tail, self.soft_cap is not None)
 
 
 class DecodeBatch(NamedTuple):
@@ -277,7 +275,7 @@ class StoreCall(NamedTuple):
             output. None without ``query``.
         scale: Softmax scale, a factor of ``rotated_query.scale``.
         key_offset: The offset that is taken off K first; None for none.
-        window: The 8-bit copy of the newest tokens, to be updated; None for none.
+        tail: The 8-bit copy of the newest tokens, to be updated; None for none.
 
     """
 
@@ -290,7 +288,7 @@ class StoreCall(NamedTuple):
     rotated_query: RotatedQuery | None = None
     scale: float = 1.0
     key_offset: KeyOffset | None = None
-    window: WindowUpdate | None = None
+    tail: TailUpdate | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -307,7 +305,7 @@ class AttentionCall(NamedTuple):
             offset of K and ``OutputsFn`` need it; else it may be None.
         newest: The query tokens as computed, to be attended to in place of their codes;
             None to read them from the cache.
-        window: The newest cached tokens, to be read in place of their codes; only
+        tail: The newest cached tokens, to be read in place of their codes; only
             together with ``newest``. Each query token sees all of them, whatever the
             sliding window. None for none.
         lse: None if the result is whole. Else (B * Q, Hq) fp32, contiguous, written:
@@ -315,7 +313,7 @@ class AttentionCall(NamedTuple):
             of a rank that has a share of each sequence, and is merged with other
             ranks' parts. ``output`` is (B * Q, Hq, D) fp32, contiguous, in rotated
             space. All tokens of the rank's share come before the query tokens, which
-            ``seq_lens`` includes nonetheless. There is no ``newest``, ``window``,
+            ``seq_lens`` includes nonetheless. There is no ``newest``, ``tail``,
             sliding window or sink.
 
     """
@@ -327,7 +325,7 @@ class AttentionCall(NamedTuple):
     output: torch.Tensor
     query: torch.Tensor | None = None
     newest: NewestTokens | None = None
-    window: RecentWindow | None = None
+    tail: Tail | None = None
     lse: torch.Tensor | None = None
 
     @property
@@ -351,11 +349,11 @@ class AttentionCall(NamedTuple):
         else:
             self.batch.check_shared(self.output, self.lse)
         is_whole = self.lse is None
-        assert is_whole or self.newest is self.window is None
+        assert is_whole or self.newest is self.tail is None
         assert is_whole or scoring.sliding_window is scoring.sinks is None
-        has_window = self.window is not None
+        has_tail = self.tail is not None
         has_newest = self.newest is not None
-        assert not has_window or has_newest, "a window without the newest tokens"
+        assert not has_tail or has_newest, "a tail without the newest tokens"
         assert scoring.sliding_window is None or scoring.sliding_window > 0, scoring
         has_cap = scoring.soft_cap is not None
         assert not has_cap or scoring.key_offset is None, "capped scores with an offset"

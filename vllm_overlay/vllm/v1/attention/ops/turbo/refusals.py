@@ -63,7 +63,7 @@ SPEC_FEATURES: dict[Reason, Callable[[AttentionSpec], bool]] = {
 MLA_ARGUMENTS = frozenset(
     ("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj")
 )
-MLA_WINDOW = "MLA reads the newest tokens as they are stored"
+MLA_TAIL = "MLA reads the newest tokens as they are stored"
 
 # Refused settings of an engine with MLA, by reason.
 MLA_SETTINGS: dict[Reason, Callable[[VllmConfig], bool]] = {
@@ -112,9 +112,9 @@ MLA_SPEC_FEATURES: dict[Reason, Callable[[MLAAttentionSpec], bool]] = {
     reasons.TOKENS_PER_STATE: lambda spec: spec.tokens_per_state != 1,
 }
 
-# Features of an engine that rule out a recent window, by the reason for users: a part
+# Features of an engine that rule out a tail, by the reason for users: a part
 # of a sentence.
-WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
+TAIL_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
     "turbo_prefill is stored, so that all tokens are seen as they are stored (leave it "
     "out, or raw)": (lambda config: config.attention_config.turbo_prefill == "stored"),
     "model runner V1 has no blocks that stay with a request "
@@ -138,24 +138,24 @@ WINDOW_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
 }
 
 
-def window_refusal(num_tokens: int, reason: str) -> str:
-    """The message for a recent window that a user asks for and cannot have."""
+def tail_refusal(num_tokens: int, reason: str) -> str:
+    """The message for a tail that a user asks for and cannot have."""
     return (
         f"attention_config.turbo_window={num_tokens} cannot be had, because {reason}. "
         "Use auto or 0 instead."
     )
 
 
-def window_room(num_tokens: int, block_size: int, query_len: int) -> str:
-    """The reason against a window that a block has no room for."""
+def tail_room(num_tokens: int, block_size: int, query_len: int) -> str:
+    """The reason against a tail that a block has no room for."""
     return (
         f"a block of {block_size} tokens has room for {num_tokens} recent tokens "
         f"beside {query_len} of a step (a larger --block-size has room for more)"
     )
 
 
-def window_sight(sliding_window: int, query_len: int) -> str:
-    """The reason against a window of tokens that some query tokens do not see."""
+def tail_sight(sliding_window: int, query_len: int) -> str:
+    """The reason against a tail of tokens that some query tokens do not see."""
     return (
         f"query tokens see {sliding_window} tokens, of which a step may have "
         f"{query_len}"

@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
 from vllm.v1.attention.ops.turbo.format import ScaleWords, TurboFormat, fp32
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_signs
-from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, MAX_ROWS
+from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, MAX_ROWS
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     MAX_KV_SPLITS,
@@ -61,8 +61,8 @@ def _of_head_size(head_size: int) -> _Constants:
         "MAX_SPLITS": MAX_KV_SPLITS,
         "LOG2_E": _float(fp32(LOG2_E)),
         "OFFSET_SEGMENT": interface.OFFSET_SEGMENT,
-        "WINDOW_MAX_ROWS": MAX_ROWS,
-        "WINDOW_MAX_CODE": MAX_CODE,
+        "TAIL_MAX_ROWS": MAX_ROWS,
+        "TAIL_MAX_CODE": MAX_CODE,
         "INVERSE_SQRT": _float(inverse_sqrt(head_size)),
         "ROTATION_SIGNS": ", ".join(f"0x{word:08X}u" for word in words),
     }
@@ -235,7 +235,7 @@ def _of_latent_encoding(layout: LatentFormat) -> _Constants:
     return {
         "IS_LATENT": 1,
         "KEY_OFFSET": 0,
-        "RECENT_WINDOW": 0,
+        "WITH_TAIL": 0,
         "NUM_GROUPS": layout.num_groups,
         "NUM_SUBSETS": fmt.NUM_SUBSETS,
         "KEY_BITS": layout.bits,
@@ -272,7 +272,7 @@ def layout_header(layout: TurboFormat, variant: Variant = PLAIN) -> str:
         {"SOFT_CAP": int(variant.soft_cap)},
         {
             "KEY_OFFSET": int(variant.key_offset),
-            "RECENT_WINDOW": int(variant.recent_window),
+            "WITH_TAIL": int(variant.tail),
         },
         _of_pages(layout),
         _of_decoding(layout),

@@ -211,7 +211,7 @@ def attend(
 ) -> None:
     """Run a kernel that computes partial results from pages, and the merge.
 
-    With a window, the kernel also takes lengths without the window's tokens, and the
+    With a tail, the kernel also takes lengths without the tail's tokens, and the
     merge attends to these. The previous kernel may have written the lengths.
 
     Args:
@@ -243,7 +243,7 @@ def attend(
         batch.num_seqs,
         batch.query_len,
         call.newest is not None or call.lse is not None,
-        None if call.window is None else call.window.packed_lens,
+        None if call.tail is None else call.tail.packed_lens,
         original_query,
         table,
         scale * LOG2_E,

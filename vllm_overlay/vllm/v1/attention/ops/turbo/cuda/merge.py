@@ -6,7 +6,7 @@ from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.cuda.constants import head_size_header
 from vllm.v1.attention.ops.turbo.cuda.family import Family
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     AttentionCall,
@@ -15,8 +15,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     Variant,
 )
 
-# kRecentHeads of merge/recent_scores.cuh, for heads of up to 128.
-_WINDOW_HEADS = 4
+# kTailHeads of merge/tail_scores.cuh, for heads of up to 128.
+_TAIL_HEADS = 4
 # The most newest tokens of an extend that a row of the merge attends to, one by one.
 # Tuning: us of an extend so / if FlashAttention attends to them before, 64 x 4096, 32
 # query heads, 8 KV heads of 128, an H200, 2026-11, `ci/gpu.py extend`.
@@ -64,38 +64,38 @@ def warps_a_row(num_rows: int, num_splits: int, head_size: int, num_sms: int) ->
     return warps
 
 
-def warps_a_row_with_window(
+def warps_a_row_with_tail(
     num_rows: int, num_splits: int, heads_per_kv: int, head_size: int, num_sms: int
 ) -> int:
-    """``warps_a_row`` where a block's rows share the window's tokens that it reads.
+    """``warps_a_row`` where a block's rows share the tail's tokens that it reads.
 
     If multiprocessors would have several blocks, as many rows of a KV head as possible
-    share a block. Otherwise each block would read the window for its own rows.
+    share a block. Otherwise each block would read the tail for its own rows.
     """
     most = block_warps(head_size)
     warps = warps_a_row(num_rows, num_splits, head_size, num_sms)
-    sharing = _WINDOW_HEADS if head_size <= 128 else _WINDOW_HEADS // 2
+    sharing = _TAIL_HEADS if head_size <= 128 else _TAIL_HEADS // 2
     sharing = min(sharing, heads_per_kv)
     while warps > 1 and most // warps < sharing and warps * num_rows > most * num_sms:
         warps //= 2
     return warps
 
 
-# Planes of a window's pages that are read: K, V and their scales.
+# Planes of a tail's pages that are read: K, V and their scales.
 _NUM_PLANES = 4
-_NO_WINDOW = (None, None, None, 0, *[0] * _NUM_PLANES)
+_NO_TAIL = (None, None, None, 0, *[0] * _NUM_PLANES)
 
 
-def _window_arguments(window: RecentWindow | None) -> tuple[object, ...]:
-    """The window's tensors, the rows of a page, and the planes' offsets in bytes."""
-    if window is None:
-        return _NO_WINDOW
-    planes = window.format.plane_offsets[:_NUM_PLANES]
+def _tail_arguments(tail: Tail | None) -> tuple[object, ...]:
+    """The tail's tensors, the rows of a page, and the planes' offsets in bytes."""
+    if tail is None:
+        return _NO_TAIL
+    planes = tail.format.plane_offsets[:_NUM_PLANES]
     return (
-        window.pages,
-        window.blocks,
-        window.packed_lens,
-        window.format.num_rows,
+        tail.pages,
+        tail.blocks,
+        tail.packed_lens,
+        tail.format.num_rows,
         *planes,
     )
 
@@ -109,7 +109,7 @@ def merge_splits(
     """Combine splits in rotated space into outputs: a ``MergeFn``.
 
     The kernel may begin before the previous one on the stream has ended. It waits for
-    that before it reads ``partials`` and the window and before it writes anything. It
+    that before it reads ``partials`` and the tail and before it writes anything. It
     reads the newest tokens and the batch before.
 
     Args:
@@ -137,7 +137,7 @@ def launch_merge(
 ) -> None:
     """Launch the kernel of ``merge_splits`` for a call that has been checked."""
     batch, output, scoring = call.batch, call.output, call.scoring
-    newest, window, num_kv_heads = call.newest, call.window, call.num_kv_heads
+    newest, tail, num_kv_heads = call.newest, call.tail, call.num_kv_heads
     _, num_heads, head_size = output.shape
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
@@ -148,16 +148,16 @@ def launch_merge(
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
         num_rows = batch.num_query_slots * num_heads
-        if window is None:
+        if tail is None:
             num_warps = warps_a_row(num_rows, num_splits, head_size, num_sms)
         else:
             group = num_heads // num_kv_heads
-            num_warps = warps_a_row_with_window(
+            num_warps = warps_a_row_with_tail(
                 num_rows, num_splits, group, head_size, num_sms
             )
     assert num_warps in (1, 2, 4, block_warps(head_size)), num_warps
-    # Scores of splits already include the offset. Those of a window's keys get it here.
-    table = None if window is None else scoring.key_offset
+    # Scores of splits already include the offset. Those of a tail's keys get it here.
+    table = None if tail is None else scoring.key_offset
     MERGE.load(head_size, None, output.device, scoring.variant())(
         *partials,
         batch.seq_lens,
@@ -172,7 +172,7 @@ def launch_merge(
         batch.num_seqs,
         batch.query_len,
         num_warps.bit_length() - 1,
-        *_window_arguments(window),
+        *_tail_arguments(tail),
         table,
         scoring.sliding_window or 0,
         scoring.sinks,

@@ -34,10 +34,10 @@ def _served_layers(
 ) -> Iterator[tuple[TurboFormat, Variant]]:
     for name, head_size in product(cache_dtypes, head_sizes):
         layout = TurboFormat.from_cache_dtype(name, head_size)
-        yield layout, Variant(recent_window=True)
-        yield layout, Variant(key_offset=True, recent_window=True)
+        yield layout, Variant(tail=True)
+        yield layout, Variant(key_offset=True, tail=True)
         if head_size <= _MAX_CAPPED_HEAD_SIZE:
-            yield layout, Variant(recent_window=True, soft_cap=True)
+            yield layout, Variant(tail=True, soft_cap=True)
 
 
 def all_modules(

@@ -17,7 +17,7 @@ from vllm.v1.attention.ops.turbo.cuda.store_tables import (
     single_fragments,
 )
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import WindowUpdate
+from vllm.v1.attention.ops.turbo.formats.tail_pages import TailUpdate
 from vllm.v1.attention.ops.turbo.interface import StoreCall, Variant, score_factor
 
 
@@ -62,9 +62,9 @@ def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
 def _served(
     layout: TurboFormat, demand: Demand
 ) -> Iterator[tuple[TurboFormat, None, Variant]]:
-    # A drafter's layers have no recent window.
-    for has_window in sorted({False, demand.variant.recent_window}):
-        yield layout, None, demand.variant._replace(recent_window=has_window)
+    # A drafter's layers have no tail.
+    for has_tail in sorted({False, demand.variant.tail}):
+        yield layout, None, demand.variant._replace(tail=has_tail)
 
 
 STORE = Family[TurboFormat, None](
@@ -74,7 +74,7 @@ STORE = Family[TurboFormat, None](
     name=lambda layout, _: f"{layout.name}_{layout.head_size}",
     header=layout_header,
     served=_served,
-    variants=Variant(key_offset=True, recent_window=True),
+    variants=Variant(key_offset=True, tail=True),
     # A fused multiply-add would change the stored bytes.
     flags=("-fmad=false",),
 )
@@ -105,18 +105,18 @@ def _constants(layout: TurboFormat, device: torch.device) -> tuple[torch.Tensor,
     return (*matrices, level_tables(layout, device))
 
 
-def _window_arguments(update: WindowUpdate | None) -> tuple:
-    """The kernel's arguments for the recent window, as in store/params.cuh."""
+def _tail_arguments(update: TailUpdate | None) -> tuple:
+    """The kernel's arguments for the tail, as in store/params.cuh."""
     if update is None:
         return (None, None, None, *[0] * 8, None)
-    window = update.window
+    tail = update.tail
     return (
-        window.pages,
-        window.blocks,
-        window.packed_lens,
-        window.format.num_rows,
-        *window.format.plane_offsets,
-        window.num_tokens,
+        tail.pages,
+        tail.blocks,
+        tail.packed_lens,
+        tail.format.num_rows,
+        *tail.format.plane_offsets,
+        tail.num_tokens,
         update.block_table,
     )
 
@@ -126,7 +126,7 @@ def store(
 ) -> None:
     """Quantise K and V into their slots and, if q is given, rotate it: a ``StoreFn``.
 
-    Thread blocks of the same launch update the recent window, if there is one. They
+    Thread blocks of the same launch update the tail, if there is one. They
     cannot wait for the other blocks. So a row does not count if the step stores other
     sequences' tokens in its sequence's blocks.
 
@@ -144,7 +144,7 @@ def store(
 
     """
     slot_mapping, query, layout = call.slot_mapping, call.query, call.layout
-    key_offset, window = call.key_offset, call.window
+    key_offset, tail = call.key_offset, call.tail
     num_tokens = slot_mapping.shape[0]
     num_queries = 0 if query is None else query.shape[0]
     if num_tokens == 0 and num_queries == 0:
@@ -153,8 +153,8 @@ def store(
         tuning = default_tuning(2 * num_tokens * call.key.shape[1], layout)
     device = call.kv_cache.device
     offset_table = None if key_offset is None else key_offset.table
-    step = window or key_offset  # both have the step's sequences
-    variant = Variant(key_offset is not None, window is not None)
+    step = tail or key_offset  # both have the step's sequences
+    variant = Variant(key_offset is not None, tail is not None)
     STORE.load(layout, None, device, variant)(
         call.kv_cache,
         slot_mapping,
@@ -167,7 +167,7 @@ def store(
         offset_table,
         None if step is None else step.seq_lens,
         None if step is None else step.query_start_loc,
-        *_window_arguments(window),
+        *_tail_arguments(tail),
         *tuning,
         enable_pdl,
     )

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The bytes of the recent window, and the rotation that all stores share."""
+"""The bytes of the tail, and the rotation that all stores share."""

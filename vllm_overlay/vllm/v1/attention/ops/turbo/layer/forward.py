@@ -4,7 +4,7 @@
 
 import torch
 
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     AttentionFn,
@@ -30,7 +30,7 @@ def forward(
     kv_cache: torch.Tensor,
     step: StepPlan,
     output: torch.Tensor,
-    window: RecentWindow | None = None,
+    tail: Tail | None = None,
 ) -> None:
     """Store, then attend: from decodes, then extends, then prefills.
 
@@ -45,11 +45,11 @@ def forward(
         kv_cache: (num_blocks, H, N, C) uint8.
         step: The plan of the step, which has T query tokens.
         output: (>= T, Hq, D), of which T rows are written.
-        window: The 8-bit copy of the newest tokens, for decodes and extends; None for
+        tail: The 8-bit copy of the newest tokens, for decodes and extends; None for
             none.
 
     """
-    _store_and_decode(runner, query, key, value, kv_cache, step, output, window)
+    _store_and_decode(runner, query, key, value, kv_cache, step, output, tail)
     for first, plan in step.prefills(key is None):
         rows = slice(first, first + int(plan.query_start_loc_cpu[-1]))
         call = PrefillCall(
@@ -78,7 +78,7 @@ def _store_and_decode(
     kv_cache: torch.Tensor,
     step: StepPlan,
     output: torch.Tensor,
-    window: RecentWindow | None,
+    tail: Tail | None,
 ) -> None:
     """Store all tokens, and attend from decodes and extends.
 
@@ -104,7 +104,7 @@ def _store_and_decode(
             value,
             runner.layout,
             key_offset=step.key_offset(runner.key_offset),
-            window=None if window is None else step.window_update(window),
+            tail=None if tail is None else step.tail_update(tail),
         )
     kernels.store(
         stored._replace(query=queries, rotated_query=rotated_query, scale=runner.scale)
@@ -132,7 +132,7 @@ def _store_and_decode(
             output[own],
             query[own],
             newest,
-            None if window is None else window.from_sequence(call.first_request),
+            None if tail is None else tail.from_sequence(call.first_request),
         )
         _attend(runner, call, rotated_query, attention, scratch)
 
@@ -185,7 +185,7 @@ def _attend(
     assert kernels is not None
     if planned.ends_in_outputs:
         assert kernels.extend_outputs and scratch.outputs
-        kernels.extend_outputs(call._replace(window=None), scratch.outputs)
+        kernels.extend_outputs(call._replace(tail=None), scratch.outputs)
         return
     own, count = planned.tokens, planned.num_partials
     query = RotatedQuery(rotated_query.vectors[own], rotated_query.scale[own])
@@ -223,4 +223,4 @@ def _attend_with_others(
     )
     attend(query, own_part, partials)
     part, lse = runner.context_parallel.reduce(part, lse, is_lse_base_on_e=False)
-    runner.kernels.merge_splits(Partials(part, lse), call._replace(window=None))
+    runner.kernels.merge_splits(Partials(part, lse), call._replace(tail=None))

@@ -78,7 +78,7 @@ class KernelSet(Kernels, Protocol):
         """Attends like ``extend_attention``, but to cached tokens and to the query
         tokens at once, so that results need no merge; None if there is no such kernel.
 
-        Ranks do not share the context, and K has no offset. Tokens of a recent window
+        Ranks do not share the context, and K has no offset. Tokens of a tail
         are read as codes. The call's ``query`` is needed: it has the output's dtype,
         strides and alignment, and does not share memory with the output.
         ``newest.attended`` is ignored. The scratch is that of ``output_scratch``.

@@ -89,7 +89,7 @@ class TurboRunner:
         sinks: (Hq,), a logit of each query head that joins the softmax and has no
             value. Loading weights sets its numbers. None for none.
         logits_soft_cap: The cap that bounds scores by a tanh; None for none.
-        window_wanted: The most tokens of a recent window; zero for none.
+        tail_wanted: The most tokens of a tail; zero for none.
         key_offset: (G, H, D) fp32, the offset by segments of a sequence that is taken
             off K before it is stored. It is set when weights have been loaded, and its
             address does not change. None for none, as with a soft cap, because it
@@ -110,7 +110,7 @@ class TurboRunner:
         layout: TurboFormat,
         scoring: Scoring,
         vllm_config: VllmConfig,
-        window_wanted: int = 0,
+        tail_wanted: int = 0,
         states_per_token: int = 1,
         context_parallel: ContextParallel | None = None,
     ) -> None:
@@ -147,7 +147,7 @@ class TurboRunner:
         self.key_bias: KeyBias | None = None
         self.key_offset_replicas = 1
         self.is_beside_offset = False
-        self.window_wanted = window_wanted
+        self.tail_wanted = tail_wanted
         self.shares_cache = False
         self.capability = current_capability()
         self.num_sms = 1
@@ -162,7 +162,7 @@ class TurboRunner:
         if self.shares_cache:
             return
         self.shares_cache = self.stored = True
-        self.window_wanted = 0
+        self.tail_wanted = 0
         self.prefill_limits = self._prefill_limits(self.sliding_window)
 
     def _prefill_limits(self, sliding_window: int | None) -> PrefillLimits:
@@ -185,7 +185,7 @@ class TurboRunner:
     @property
     def _kernel_arguments(self) -> tuple[int, int, Variant]:
         """The arguments of ``choose_kernels`` after the choice and the layout."""
-        variant = self.scoring.variant(self.window_wanted > 0)
+        variant = self.scoring.variant(self.tail_wanted > 0)
         return self.context_shape.num_queries_per_kv, self.max_query_len, variant
 
     def start_builds(self) -> None:
@@ -239,7 +239,7 @@ class TurboRunner:
     def extends_to_outputs(self) -> bool:
         """Whether ``extend_outputs`` serves all but small extends.
 
-        Layers that share a plan agree. Such extends read a recent window's tokens as
+        Layers that share a plan agree. Such extends read a tail's tokens as
         codes, like prefills.
         """
         if self.kernels is None or self.kernels.extend_outputs is None:

@@ -14,8 +14,8 @@ import torch
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
-from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
+from vllm.v1.attention.ops.turbo.formats.tail import TailFormat
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import KeyOffset, RotatedQuery, StoreCall
 from vllm.v1.attention.ops.turbo.layer.forward import forward
 from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
@@ -159,26 +159,26 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
     return found
 
 
-def small_windows(
+def small_tails(
     runner: TurboRunner, step: StepPlan, block_size: int, device: torch.device
-) -> list[RecentWindow | None]:
-    """The recent windows to run a step with: none, and windows if they are wanted.
+) -> list[Tail | None]:
+    """The tails to run a step with: none, and tails if they are wanted.
 
-    A drafter's layers have no windows.
+    A drafter's layers have no tails.
     """
-    if runner.window_wanted == 0:
+    if runner.tail_wanted == 0:
         return [None]
-    window_format = WindowFormat(runner.layout, block_size, runner.sliding_window)
+    tail_format = TailFormat(runner.layout, block_size, runner.sliding_window)
     num_seqs = step.query_start_loc.shape[0] - 1
     slot = (runner.shape.num_kv_heads, block_size, runner.layout.slot_size)
-    window = RecentWindow(
+    tail = Tail(
         torch.zeros(num_seqs + 1, *slot, dtype=torch.uint8, device=device),
         torch.arange(1, num_seqs + 1, dtype=torch.int32, device=device),
         torch.zeros(num_seqs, dtype=torch.int32, device=device),
-        window_format,
-        max(1, min(runner.window_wanted, window_format.num_rows - 1)),
+        tail_format,
+        max(1, min(runner.tail_wanted, tail_format.num_rows - 1)),
     )
-    return [None, window]
+    return [None, tail]
 
 
 def _run_store(
@@ -230,9 +230,9 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
             query, *own = qkv.split([heads, kv_heads, kv_heads], 1)
             key, value = (None, None) if runner.shares_cache else own
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
-            for window in small_windows(runner, step, size, device):
+            for tail in small_tails(runner, step, size, device):
                 with runner.alone():
-                    forward(runner, query, key, value, cache, step, output, window)
+                    forward(runner, query, key, value, cache, step, output, tail)
     if runner.shares_cache:
         return
     for num_tokens in kernels.store_sizes(runner.layout, kv_heads):
@@ -259,7 +259,7 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.has_spans,
         runner.kernel_choice,
         runner.key_offset is not None,
-        runner.window_wanted > 0,
+        runner.tail_wanted > 0,
         runner.sliding_window,
         runner.sinks is not None,
         runner.logits_soft_cap is not None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlan,
@@ -101,11 +101,11 @@ class StepPlan:
         num_requests = self.query_start_loc.shape[0] - 1
         return KeyOffset(table, self.seq_lens[:num_requests], self.query_start_loc)
 
-    def window_update(self, window: RecentWindow) -> WindowUpdate:
-        """The store's work for the recent windows of the step's requests."""
+    def tail_update(self, tail: Tail) -> TailUpdate:
+        """The store's work for the tails of the step's requests."""
         num_requests = self.query_start_loc.shape[0] - 1
         seq_lens = self.seq_lens[:num_requests]
-        return WindowUpdate(window, self.block_table, seq_lens, self.query_start_loc)
+        return TailUpdate(tail, self.block_table, seq_lens, self.query_start_loc)
 
     def plan_decodes(self, planners: Iterable[DecodePlanner]) -> None:
         """Fill in ``decode_plans``."""

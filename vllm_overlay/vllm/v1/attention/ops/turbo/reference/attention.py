@@ -11,7 +11,7 @@ from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.interface import AttentionCall, DecodeBatch
 from vllm.v1.attention.ops.turbo.reference.cache import load
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
-from vllm.v1.attention.ops.turbo.reference.window import load_window
+from vllm.v1.attention.ops.turbo.reference.tail import load_tail
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
@@ -113,7 +113,7 @@ def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> Non
 
     """
     call.check()
-    batch, scoring, newest, window = call.batch, call.scoring, call.newest, call.window
+    batch, scoring, newest, tail = call.batch, call.scoring, call.newest, call.tail
     assert call.query is not None and call.lse is None
     starts = _query_starts(batch)
     bounds = zip(starts, starts[1:], batch.seq_lens.tolist())
@@ -131,12 +131,12 @@ def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> Non
         if newest is not None:
             positions = positions[: seq_len - (end - begin) - first]
         num_packed = len(positions)
-        if window is not None:
-            num_packed -= seq_len - int(window.packed_lens[row])
+        if tail is not None:
+            num_packed -= seq_len - int(tail.packed_lens[row])
         keys, values = _load_tokens(call, row, positions[:num_packed])
-        if window is not None and num_packed < len(positions):
-            recent = load_window(window, row, positions[num_packed:])
-            keys, values = map(torch.cat, zip((keys, values), recent))
+        if tail is not None and num_packed < len(positions):
+            tail_rows = load_tail(tail, row, positions[num_packed:])
+            keys, values = map(torch.cat, zip((keys, values), tail_rows))
         if scoring.key_offset is not None:
             segments = positions // interface.OFFSET_SEGMENT
             segments = segments.clamp(max=scoring.key_offset.shape[0] - 1)

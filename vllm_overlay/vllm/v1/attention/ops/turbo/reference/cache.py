@@ -119,11 +119,11 @@ def store(call: StoreCall) -> None:
     """Quantise tokens and write them to their slots.
 
     Args:
-        call: The tokens, of any floating dtype, without queries and without a window,
-            which ``update_window`` updates. A (block, head) of the cache is contiguous.
+        call: The tokens, of any floating dtype, without queries and without a tail,
+            which ``update_tail`` updates. A (block, head) of the cache is contiguous.
 
     """
-    assert call.query is call.window is None
+    assert call.query is call.tail is None
     kv_cache, slot_mapping, key, value, layout = call[:5]
     key_offset = call.key_offset
     if key_offset is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     DecodeBatch,
@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.reference.attention import (
     shared_attention,
 )
 from vllm.v1.attention.ops.turbo.reference.cache import store
-from vllm.v1.attention.ops.turbo.reference.window import update_window
+from vllm.v1.attention.ops.turbo.reference.tail import update_tail
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
@@ -34,7 +34,7 @@ def forward(
     kv_cache: torch.Tensor,
     step: "StepPlan",
     output: torch.Tensor,
-    window: RecentWindow | None = None,
+    tail: Tail | None = None,
 ) -> None:
     """Store a step's tokens and attend, like ``layer.forward`` by kernels.
 
@@ -47,7 +47,7 @@ def forward(
         kv_cache: (num_blocks, H, N, C) uint8.
         step: The plan of the step, which has T query tokens.
         output: (>= T, Hq, D), of which T rows are written.
-        window: The 8-bit copy of the newest tokens; None for none.
+        tail: The 8-bit copy of the newest tokens; None for none.
 
     """
     layout, scoring, ranks = runner.layout, runner.scoring, runner.context_parallel
@@ -55,8 +55,8 @@ def forward(
         offset = step.key_offset(scoring.key_offset)
         tokens = kv_cache, step.slot_mapping, key, value, layout
         store(StoreCall(*tokens, key_offset=offset))
-        if window is not None:
-            update_window(step.window_update(window), *tokens, offset)
+        if tail is not None:
+            update_tail(step.tail_update(tail), *tokens, offset)
     decodes = DecodeBatch(
         step.num_decodes,
         step.block_table,
@@ -64,8 +64,8 @@ def forward(
         step.decode_query_len,
         step.decode_start_loc,
     )
-    parts: list[tuple[slice, DecodeBatch, RecentWindow | None, SpanPlan | None]] = [
-        (slice(0, step.num_decode_tokens), decodes, window, None)
+    parts: list[tuple[slice, DecodeBatch, Tail | None, SpanPlan | None]] = [
+        (slice(0, step.num_decode_tokens), decodes, tail, None)
     ]
     for first, plan in step.prefills(shares_cache=key is None):
         starts, lens = plan.query_start_loc_cpu, plan.seq_lens_cpu
@@ -73,7 +73,7 @@ def forward(
         batch = DecodeBatch(len(lens), plan.block_table, lens, longest, starts)
         spans = plan.spans if step.sees_spans(scoring.sliding_window) else None
         parts.append((slice(first, first + int(starts[-1])), batch, None, spans))
-    for rows, batch, own_window, spans in parts:
+    for rows, batch, own_tail, spans in parts:
         newest = None
         if key is not None and value is not None and not runner.stored:
             newest = NewestTokens(query[rows], key[rows], value[rows], scoring.scale)
@@ -85,7 +85,7 @@ def forward(
             output[rows],
             query[rows],
             newest,
-            own_window,
+            own_tail,
         )
         if ranks is not None:
             shared_attention(call, ranks)

@@ -10,7 +10,7 @@ from vllm.distributed import get_tp_group, model_parallel_is_initialized
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backends.turbo_window import TurboWindow
+from vllm.v1.attention.backends.turbo_tail import TurboTail
 from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.format import (
     TILE_TOKENS,
@@ -35,7 +35,7 @@ class TurboImpl(Protocol):
     num_kv_heads: int
     head_size: int
     kv_cache_dtype: str
-    window: TurboWindow | None
+    tail: TurboTail | None
     runner: TurboRunner
 
 
@@ -63,7 +63,7 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
             vLLM's, because other classes store latents with their own kernels.
 
     """
-    if isinstance(layer, TurboWindow):
+    if isinstance(layer, TurboTail):
         # Only the layer that made it reads its bytes.
         return
     spec = layer.get_kv_cache_spec(vllm_config)
@@ -203,11 +203,11 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
         else ""
     )
     seen = "stored" if impls[0].runner.stored else "raw"
-    windows = {0 if impl.window is None else impl.window.num_tokens for impl in impls}
-    window = ""
-    if any(windows):
-        tokens = " or ".join(map(str, sorted(windows)))
-        window = f"; recent window: {tokens} tokens in 8 bits"
+    tails = {0 if impl.tail is None else impl.tail.num_tokens for impl in impls}
+    tail = ""
+    if any(tails):
+        tokens = " or ".join(map(str, sorted(tails)))
+        tail = f"; recent window: {tokens} tokens in 8 bits"
     offsets = [impl.runner.key_offset for impl in impls]
     tables = [table for table in offsets if table is not None]
     offset = ""
@@ -217,7 +217,7 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
     return (
         f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
         f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
-        f"attends to {seen} K and V{window}{offset}{shared}"
+        f"attends to {seen} K and V{tail}{offset}{shared}"
         f"{unpacked_layers}."
     )
 

@@ -119,13 +119,13 @@ def decode_attention(
     Args:
         query: The rotated queries of T tokens, from ``triton.store``.
         call: The tokens that are attended to, and the output. The merge attends to the
-            newest tokens and the window.
+            newest tokens and the tail.
         partials: Scratch; its size bounds the splits of a sequence.
         tuning: Launch parameters; None for those of ``default_tuning``.
 
     """
     kv_cache, layout, batch = call.kv_cache, call.layout, call.batch
-    newest, window, lse, offset = call.newest, call.window, call.lse, call.offset
+    newest, tail, lse, offset = call.newest, call.tail, call.lse, call.offset
     sliding_window, logits_soft_cap = call.scoring.sliding_window, call.scoring.soft_cap
     call.check()
     num_tokens, num_heads, head_size = query.vectors.shape
@@ -146,8 +146,8 @@ def decode_attention(
     query_blocks = triton.cdiv(num_queries_per_kv * batch.query_len, block_h)
     start_loc = batch.query_start_loc
     seq_lens, whole_lens = batch.seq_lens, None
-    if window is not None:
-        seq_lens = window.packed_lens
+    if tail is not None:
+        seq_lens = tail.packed_lens
         if sliding_window is not None:
             whole_lens = batch.seq_lens
     options = {}

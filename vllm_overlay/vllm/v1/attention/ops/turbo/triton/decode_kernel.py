@@ -147,7 +147,7 @@ def decode_kernel(
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     block_table_ptr,  # [B, max_blocks]
     seq_lens_ptr,  # [B]
-    whole_lens_ptr,  # [B], including tokens of the recent window, or None
+    whole_lens_ptr,  # [B], including tokens of the tail, or None
     query_start_loc_ptr,  # [B + 1]
     partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
     raw_query_ptr,  # [T, Hq, D], not rotated, with an offset

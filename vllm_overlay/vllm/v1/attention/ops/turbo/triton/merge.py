@@ -3,7 +3,7 @@
 """Merge of decode attention's splits.
 
 It combines the partial results of a sequence, rotates them back, and adds attention to
-the sequence's newest tokens as computed and to the recent window's tokens in 8 bits.
+the sequence's newest tokens as computed and to the tail's tokens in 8 bits.
 If ranks share a sequence's context, it only combines this rank's partial results. The
 merge of the ranks' results does the rest.
 """
@@ -22,11 +22,11 @@ from vllm.v1.attention.ops.turbo.triton.merge_kernel import (
     MergeCase,
     MergeStrides,
     ScoreFactors,
-    WindowPlanes,
+    TailPlanes,
     merge_kernel,
 )
 from vllm.v1.attention.ops.turbo.triton.soft_cap import in_base_2
-from vllm.v1.attention.ops.turbo.triton.window import check_window
+from vllm.v1.attention.ops.turbo.triton.tail import check_tail
 
 
 def merge_splits(partials: Partials, call: AttentionCall) -> None:
@@ -44,20 +44,20 @@ def merge_splits(partials: Partials, call: AttentionCall) -> None:
 def launch_merge(partials: Partials, call: AttentionCall) -> None:
     """Launch the kernel of ``merge_splits`` for a call that has been checked."""
     batch, output, newest = call.batch, call.output, call.newest
-    window, num_kv_heads, table = call.window, call.num_kv_heads, None
+    tail, num_kv_heads, table = call.tail, call.num_kv_heads, None
     sliding_window, sinks = call.scoring.sliding_window, call.scoring.sinks
     logits_soft_cap = call.scoring.soft_cap
     _, num_heads, head_size = output.shape
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_newest = newest is not None
     pages = planes = blocks = packed_lens = None
-    num_segments = num_window_rows = 0
-    if window is not None:
-        check_window(window, head_size, num_kv_heads)
-        assert window.num_tokens <= interface.OFFSET_SEGMENT, window.num_tokens
-        pages, blocks, packed_lens = window[:3]
-        planes = WindowPlanes(*window.format.plane_offsets[1:4], *pages.stride()[:2])
-        num_window_rows = window.format.num_rows
+    num_segments = num_tail_rows = 0
+    if tail is not None:
+        check_tail(tail, head_size, num_kv_heads)
+        assert tail.num_tokens <= interface.OFFSET_SEGMENT, tail.num_tokens
+        pages, blocks, packed_lens = tail[:3]
+        planes = TailPlanes(*tail.format.plane_offsets[1:4], *pages.stride()[:2])
+        num_tail_rows = tail.format.num_rows
         table = call.scoring.key_offset
         if table is not None:
             assert table.is_contiguous()
@@ -96,7 +96,7 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         ScoreFactors(scale * LOG2_E, in_base_2(logits_soft_cap)),
         MergeStrides(*strides),
         num_segments,
-        num_window_rows,
+        num_tail_rows,
         planes,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -108,6 +108,6 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         ),
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_D=triton.next_power_of_2(head_size),
-        # With four warps a window's rows would spill.
-        num_warps=4 if window is None else 8,
+        # With four warps a tail's rows would spill.
+        num_warps=4 if tail is None else 8,
     )

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import interface
-from vllm.v1.attention.ops.turbo.triton.recent import attend_to_window
 from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
+from vllm.v1.attention.ops.turbo.triton.tail_attention import attend_to_tail
 
 # Rows of a program.
 BLOCK_R = 16
@@ -62,8 +62,8 @@ class MergeStrides(NamedTuple):
     value_head: int
 
 
-class WindowPlanes(NamedTuple):
-    """The layout of a recent window's rows.
+class TailPlanes(NamedTuple):
+    """The layout of a tail's rows.
 
     Attributes:
         value: Bytes in a page before V's codes; K's are at 0.
@@ -223,7 +223,7 @@ def _combined(
         "num_splits",
         "max_query_len",
         "num_segments",
-        "num_window_rows",
+        "num_tail_rows",
         "sliding_window",
     ],
     # A call may begin at any request of the batch.
@@ -244,10 +244,10 @@ def merge_kernel(
     value_ptr,  # [T, H, D]
     seq_lens_ptr,  # [B]
     query_start_loc_ptr,  # [B + 1]
-    pages_ptr,  # [num_blocks, H, N, C] uint8 of the recent window, or None
-    blocks_ptr,  # [B], with a window
-    packed_lens_ptr,  # [B], with a window
-    offset_ptr,  # [G, H, D] fp32, taken off the window's keys, or None
+    pages_ptr,  # [num_blocks, H, N, C] uint8 of the tail, or None
+    blocks_ptr,  # [B], with a tail
+    packed_lens_ptr,  # [B], with a tail
+    offset_ptr,  # [G, H, D] fp32, taken off the tail's keys, or None
     sinks_ptr,  # [Hq], logits in base e, or None
     num_rows,
     num_splits,
@@ -257,8 +257,8 @@ def merge_kernel(
     scoring,  # ``ScoreFactors``
     strides,  # ``MergeStrides``
     num_segments,
-    num_window_rows,
-    planes,  # ``WindowPlanes``, with a window
+    num_tail_rows,
+    planes,  # ``TailPlanes``, with a tail
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -295,7 +295,7 @@ def merge_kernel(
         packed_len = tl.load(packed_lens_ptr + sequence, mask=has_tokens, other=0)
         block = tl.load(blocks_ptr + sequence, mask=has_tokens, other=0)
         page_ptr = pages_ptr + block.to(tl.int64) * planes.stride_block
-        own_largest, own_total, own_output = attend_to_window(
+        own_largest, own_total, own_output = attend_to_tail(
             query_ptr + query_row,
             page_ptr + kv_head * planes.stride_head,
             planes,
@@ -305,7 +305,7 @@ def merge_kernel(
             tl.where(has_tokens, seq_len - packed_len, 0),
             scoring,
             num_segments,
-            num_window_rows,
+            num_tail_rows,
             NUM_KV_HEADS,
             HEAD_SIZE,
             OFFSET_SEGMENT,

@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.turbo.triton.store_kernel import (
     rotate_query_kernel,
     store_kernel,
 )
-from vllm.v1.attention.ops.turbo.triton.window import update_window
+from vllm.v1.attention.ops.turbo.triton.tail import update_tail
 
 
 class StoreTuning(NamedTuple):
@@ -161,5 +161,5 @@ def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
         # A fused multiply-add would change the stored bytes.
         enable_fp_fusion=False,
     )
-    if call.window is not None:
-        update_window(call.window, *call[:5], key_offset)
+    if call.tail is not None:
+        update_tail(call.tail, *call[:5], key_offset)

@@ -15,7 +15,7 @@ namespace turbo {
 // The parameters except queries and partial results. See AttentionParams and
 // decode.py for shapes and dtypes.
 //
-// packed_lens: lengths without the tokens that the recent window has. The
+// packed_lens: lengths without the tokens that the tail has. The
 //   kernel before this one writes them.
 inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
                                  TensorView block_table, TensorView seq_lens,

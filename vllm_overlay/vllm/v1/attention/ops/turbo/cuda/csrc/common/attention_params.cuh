@@ -21,7 +21,7 @@ struct AttentionParams {
   const int* block_table;      // [B, max_blocks]
   const int* seq_lens;         // [B]
   const int* known_lens;       // [B], known before the previous kernel ends:
-                               // seq_lens plus the recent window's tokens
+                               // seq_lens plus the tail's tokens
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
   float* partial;              // [B, S, Q, Hq, D]
   float* partial_lse;          // [B, S, Q, Hq], base 2
@@ -88,7 +88,7 @@ struct AttentionParams {
     return num_tokens(seq, seq_lens);
   }
   // The first token that a sequence's query token sees; negative for all.
-  // known_len includes the tokens of a recent window.
+  // known_len includes the tokens of a tail.
   __device__ __forceinline__ int first_seen(int known_len, int query_len,
                                             int token) const {
     return known_len - query_len + token + 1 - sliding_window;

@@ -43,7 +43,7 @@ struct LatentShare {
 constexpr int kBlockRopes = kStoreThreads / 32 * kWarpRopes;
 
 // The place of a token's bytes: a tile, or null, and the token's index in it.
-// There is no recent window.
+// There is no tail.
 struct LatentPlace {
   static constexpr uint8_t* tag = nullptr;
   uint8_t* tile = nullptr;

@@ -7,7 +7,7 @@
 #include <tvm/ffi/function.h>
 
 #include "common/launch.cuh"
-#include "common/window_entry.cuh"
+#include "common/tail_entry.cuh"
 #include "merge/merge.cuh"
 
 namespace {
@@ -17,20 +17,20 @@ using tvm::ffi::TensorView;
 using Kernel = void (*)(turbo::MergeParams);
 
 template <typename T>
-Kernel kernel_of(bool with_newest, bool with_window) {
-  if (with_window) return turbo::merge_kernel<T, true, true>;
+Kernel kernel_of(bool with_newest, bool with_tail) {
+  if (with_tail) return turbo::merge_kernel<T, true, true>;
   return with_newest ? turbo::merge_kernel<T, true>
                      : turbo::merge_kernel<T, false>;
 }
 
-Kernel kernel_of(const TensorView& output, bool with_newest, bool with_window) {
+Kernel kernel_of(const TensorView& output, bool with_newest, bool with_tail) {
   const DLDataType dtype = output.dtype();
   if (dtype == turbo::kBFloat16)
-    return kernel_of<__nv_bfloat16>(with_newest, with_window);
+    return kernel_of<__nv_bfloat16>(with_newest, with_tail);
   if (dtype == turbo::kFloat16)
-    return kernel_of<__half>(with_newest, with_window);
+    return kernel_of<__half>(with_newest, with_tail);
   turbo::check_dtype("output", output, turbo::kFloat32);
-  return kernel_of<float>(with_newest, with_window);
+  return kernel_of<float>(with_newest, with_tail);
 }
 
 // Check vectors [T, heads, D] in the output's dtype.
@@ -47,11 +47,11 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView value, int64_t num_kv_heads, bool with_newest,
            double score_factor, Optional<TensorView> query_start_loc,
            int64_t num_seqs, int64_t query_len, int64_t row_shift,
-           Optional<TensorView> window_pages,
-           Optional<TensorView> window_blocks, Optional<TensorView> packed_lens,
-           int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
-           int64_t value_scales, Optional<TensorView> key_offset,
-           int64_t sliding_window, Optional<TensorView> sinks, double soft_cap,
+           Optional<TensorView> tail_pages, Optional<TensorView> tail_blocks,
+           Optional<TensorView> packed_lens, int64_t num_rows, int64_t keys,
+           int64_t values, int64_t key_scales, int64_t value_scales,
+           Optional<TensorView> key_offset, int64_t sliding_window,
+           Optional<TensorView> sinks, double soft_cap,
            Optional<TensorView> lse, Optional<TensorView> newest_output,
            Optional<TensorView> newest_lse, bool enable_pdl) {
   const int64_t num_heads = output.size(1);
@@ -112,11 +112,10 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   TVM_FFI_CHECK(!(SOFT_CAP && key_offset.has_value()), ValueError)
       << "key_offset: given with a soft_cap";
   p.sinks = turbo::sinks_of(sinks, num_heads, device);
-  const bool with_window = window_pages.has_value();
+  const bool with_tail = tail_pages.has_value();
   if (lse.has_value()) {
     const TensorView& x = lse.value();
-    TVM_FFI_CHECK(!with_newest && !with_window && !sinks.has_value(),
-                  ValueError)
+    TVM_FFI_CHECK(!with_newest && !with_tail && !sinks.has_value(), ValueError)
         << "lse: given with more than the partial results";
     turbo::check_dtype("output", output, turbo::kFloat32);
     turbo::check_shape("lse", x, turbo::kFloat32,
@@ -127,15 +126,15 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
     turbo::check_device(device, x);
     p.lse = static_cast<float*>(x.data_ptr());
   }
-  if (with_window) {
+  if (with_tail) {
     TVM_FFI_CHECK(with_newest, ValueError)
-        << "window_pages: given without the newest tokens";
-    TVM_FFI_CHECK(window_blocks.has_value() && packed_lens.has_value(),
+        << "tail_pages: given without the newest tokens";
+    TVM_FFI_CHECK(tail_blocks.has_value() && packed_lens.has_value(),
                   ValueError)
-        << "window_blocks, packed_lens: missing, though there are window_pages";
-    p.window = turbo::window_pages_of(
-        window_pages.value(), window_blocks.value(), num_seqs, num_kv_heads,
-        num_rows, keys, values, key_scales, value_scales, device);
+        << "tail_blocks, packed_lens: missing, though there are tail_pages";
+    p.tail = turbo::tail_pages_of(tail_pages.value(), tail_blocks.value(),
+                                  num_seqs, num_kv_heads, num_rows, keys,
+                                  values, key_scales, value_scales, device);
     turbo::check_device(device, packed_lens.value());
     p.packed_lens =
         turbo::ints_of("packed_lens", packed_lens.value(), num_seqs);
@@ -150,7 +149,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
                   (p.num_queries + rows - 1) / rows);
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
   const bool with_more = with_newest || sinks.has_value();
-  turbo::launch(kernel_of(output, with_more, with_window), grid,
+  turbo::launch(kernel_of(output, with_more, with_tail), grid,
                 turbo::kMergeThreads, 0, device, p, enable_pdl);
 }
 

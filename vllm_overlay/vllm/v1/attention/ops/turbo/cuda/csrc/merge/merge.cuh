@@ -3,7 +3,7 @@
 //
 // Merge of decode attention's splits. A row's partial results are joined and
 // rotated back. They may be joined with a sink and with the sequence's newest
-// tokens, which are not quantised or are in the recent window.
+// tokens, which are not quantised or are in the tail.
 //
 // A row is a query of a sequence, query token and query head. It has as many
 // warps as the GPU has room for. Block (i, j) has the j-th rows of sequence i,
@@ -11,16 +11,16 @@
 #pragma once
 
 #include "common/warp.cuh"
-#include "merge/recent.cuh"
+#include "merge/tail.cuh"
 
 namespace turbo {
 
 constexpr int kMergeThreads = 32 * kMergeWarps;
 // Blocks per multiprocessor. More leave too few registers for loads in flight.
-// With a window there are three for long vectors. There are two for fp32, which
+// With a tail there are three for long vectors. There are two for fp32, which
 // takes three operands instead of one.
-template <typename T, bool kWithWindow>
-constexpr int kMergeBlocks = !kWithWindow     ? 4
+template <typename T, bool kWithTail>
+constexpr int kMergeBlocks = !kWithTail       ? 4
                              : sizeof(T) == 4 ? 2
                              : kChunks > 1    ? 3
                                               : 4;
@@ -195,8 +195,8 @@ __device__ __forceinline__ void write_part(const Coordinates& sum,
   if (lane == 0) p.lse[row] = or_zero(largest) + log2f(total);
 }
 
-template <typename T, bool kWithNewest, bool kWithWindow = false>
-__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
+template <typename T, bool kWithNewest, bool kWithTail = false>
+__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithTail>)
     merge_kernel(const __grid_constant__ MergeParams p) {
   __shared__ MergeShared shared;
   const int lane = threadIdx.x % 32;
@@ -211,10 +211,10 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
 
   // Work that does not depend on the decode kernel is done while that still
   // runs. The decode kernel lets this one begin once the store has ended, which
-  // writes the window.
+  // writes the tail.
   const Signs signs(lane);
-  Recent<kWithWindow> recent(p, seq, row, first_row, index, warp);
-  recent.template attend<T>(p, seq, row, r, lane);
+  Tail<kWithTail> tail(p, seq, row, first_row, index, warp);
+  tail.template attend<T>(p, seq, row, r, lane);
   Newest newest;
   const bool joins = (warp & (warps - 1)) == 0 && row.place < row.query_len;
   if constexpr (kWithNewest) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithWindow>)
     if (joins && p.with_newest && p.newest_lse == nullptr)
       newest.attend<T>(p, seq, row, lane);
   }
-  recent.join(p, newest, r, lane);
+  tail.join(p, newest, r, lane);
   wait_for_previous_kernel();
   start_next_kernel();
   load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);

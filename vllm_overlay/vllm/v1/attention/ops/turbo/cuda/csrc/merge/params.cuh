@@ -7,7 +7,7 @@
 #include "common/cap_scores.cuh"
 #include "common/sinks.cuh"
 #include "common/vectors.cuh"
-#include "common/window.cuh"
+#include "common/tail.cuh"
 
 namespace turbo {
 
@@ -44,14 +44,14 @@ struct MergeParams {
   int64_t stride_newest_lse;  // between heads
   int sliding_window;         // most newest tokens that a query token sees
   Sinks sinks;
-  // With a recent window: its pages, and lengths without the tokens that are
+  // With a tail: its pages, and lengths without the tokens that are
   // read from it.
-  WindowPages window;
+  TailPages tail;
   const int* packed_lens;   // [B]
-  const float* key_offset;  // [G, H, D], of the window's tokens, or null
+  const float* key_offset;  // [G, H, D], of the tail's tokens, or null
   int num_kv_heads;         // H
   int num_offsets;          // G
-  SoftCap soft_cap;  // with SOFT_CAP: of scores of newest and window tokens
+  SoftCap soft_cap;  // with SOFT_CAP: of scores of newest and tail tokens
 
   // The score of a query's product with a key.
   __device__ __forceinline__ float score_of(float product) const {

@@ -6,13 +6,13 @@
 
 #include "common/divisor.cuh"
 #include "common/vectors.cuh"
-#include "common/window.cuh"
+#include "common/tail.cuh"
 #include "store/rotate.cuh"
 
 namespace turbo {
 
-// With RECENT_WINDOW: the rows that are written and counted.
-struct StoreWindow : WindowPages {
+// With WITH_TAIL: the rows that are written and counted.
+struct StoreTail : TailPages {
   const int* block_table;  // [R, max_blocks], of packed pages
   int* packed_lens;        // [R], written
   int64_t stride_block_table;
@@ -35,10 +35,10 @@ struct StoreParams {
   // With KEY_OFFSET: the offset that the store takes off K, by a token's place
   // in its sequence.
   const float* key_offset;  // [G, H, D]
-  // With KEY_OFFSET or RECENT_WINDOW: the sequences of tokens.
+  // With KEY_OFFSET or WITH_TAIL: the sequences of tokens.
   const int* seq_lens;         // [R]
   const int* query_start_loc;  // [R + 1]
-  StoreWindow window;
+  StoreTail tail;
   Strides key_strides, value_strides, query_strides;
   int64_t stride_cache_block;
   int64_t stride_cache_head;
@@ -59,9 +59,9 @@ struct KernelParams : StoreParams {
   Divisor by_kv_heads, by_heads, by_block;
   // Whether queries have warps of their own, as K and V then have.
   bool has_single_queries;
-  // Blocks of the recent windows, which are the first of the grid, and the
+  // Blocks of the tails, which are the first of the grid, and the
   // blocks of each sequence that write rows.
-  int window_blocks = 0, window_writers = 0;
+  int tail_blocks = 0, tail_writers = 0;
 
   explicit KernelParams(const StoreParams& params)
       : StoreParams(params),
@@ -73,7 +73,7 @@ struct KernelParams : StoreParams {
 };
 
 // The place of a token's bytes: a tile, or null, and the token's index in it. A
-// key also has the tag of its row in the recent window, or null.
+// key also has the tag of its row in the tail, or null.
 struct Place {
   uint8_t* tile = nullptr;
   int token = 0;
@@ -160,18 +160,18 @@ __device__ __forceinline__ const float* offset_of_pair(
 // no page, or newer tokens of the step may take the row.
 //
 // is_first: true for one of the key's lanes, which writes the row's position.
-__device__ __forceinline__ uint8_t* window_tag(const KernelParams& params,
-                                               const Position& position,
-                                               int kv_head, bool is_first) {
-  const StoreWindow& window = params.window;
-  const int block = window.blocks[position.seq];
-  if (block == 0 || position.index < position.seq_len - window.num_rows)
+__device__ __forceinline__ uint8_t* tail_tag(const KernelParams& params,
+                                             const Position& position,
+                                             int kv_head, bool is_first) {
+  const StoreTail& tail = params.tail;
+  const int block = tail.blocks[position.seq];
+  if (block == 0 || position.index < position.seq_len - tail.num_rows)
     return nullptr;
-  const int row = unsigned(position.index) % unsigned(window.num_rows);
-  uint8_t* page = window.page(block, kv_head);
+  const int row = unsigned(position.index) % unsigned(tail.num_rows);
+  uint8_t* page = tail.page(block, kv_head);
   if (is_first)
-    reinterpret_cast<int*>(page + window.places)[row] = position.index + 1;
-  return page + window.tags + row * KEY_CODE_BYTES;
+    reinterpret_cast<int*>(page + tail.places)[row] = position.index + 1;
+  return page + tail.tags + row * KEY_CODE_BYTES;
 }
 
 __device__ __forceinline__ const uint16_t* query_of(const KernelParams& params,

@@ -9,7 +9,7 @@
 namespace turbo {
 
 // The place of a vector's codes: a plane of a tile, and the token's index in
-// the tile. A key that has a row in the recent window also has the row's tag.
+// the tile. A key that has a row in the tail also has the row's tag.
 struct CodePlace {
   uint8_t* plane;
   int token;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_unit(uint32_t codes,
     const int word = group + upper * NUM_GROUPS;
     uint8_t* row = target.plane + token * KEY_ROW_BYTES;
     reinterpret_cast<uint32_t*>(row)[word] = codes;
-    if (RECENT_WINDOW && target.tag != nullptr)
+    if (WITH_TAIL && target.tag != nullptr)
       reinterpret_cast<uint32_t*>(target.tag)[word] = codes;
   } else {
     uint8_t* place = target.plane + token / 8 * (4 * HEAD_SIZE) + 64 * group +
@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_key_path(uint32_t branches, uint32_t path,
   store_key_rows(branches, path, target.plane + target.token * KEY_ROW_BYTES,
                  target.plane + PATHS_OFFSET + target.token * kPathBytes,
                  group);
-  if (RECENT_WINDOW && target.tag != nullptr)
+  if (WITH_TAIL && target.tag != nullptr)
     store_key_rows(branches, path, target.tag, target.tag + KEY_ROW_BYTES,
                    group);
 }

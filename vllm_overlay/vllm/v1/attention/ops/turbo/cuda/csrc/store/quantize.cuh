@@ -21,7 +21,7 @@ using SideTables =
 // x: integers.
 // exponent: that of the vector, see load_integers.
 // place: a tile, the token's index in it, and the tag of a key's row in the
-//   recent window. Without a tile nothing is written.
+//   tail. Without a tile nothing is written.
 template <bool kIsKey, int kParts, int kGroups, int kElements, typename Place>
 __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
                                               int exponent,

@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   SingleInput input = {};
   Position position;
   if (!is_query) slot = static_cast<int>(params.slot_mapping[token]);
-  if (is_key && (KEY_OFFSET != 0 || RECENT_WINDOW != 0))
+  if (is_key && (KEY_OFFSET != 0 || WITH_TAIL != 0))
     position = Position(params, token);
   if (!is_query || is_row) {
     const bool has_offset = KEY_OFFSET != 0 && is_key;
@@ -78,9 +78,9 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   }
   Place place(params, slot, head);
   if (is_key) {
-    if (RECENT_WINDOW != 0 && slot >= 0) {
+    if (WITH_TAIL != 0 && slot >= 0) {
       const bool is_first = threadIdx.x % (32 * kSingleWarps) == 0;
-      place.tag = window_tag(params, position, head, is_first);
+      place.tag = tail_tag(params, position, head, is_first);
     }
     if constexpr (kIsTrellis<true>) put_in_row(y[0]);
     encode_vector<true, kSingleParts>(y, exponent, tables.key, place);

@@ -10,7 +10,7 @@
 
 #include "common/launch.cuh"
 #include "common/tensors.cuh"
-#include "common/window_entry.cuh"
+#include "common/tail_entry.cuh"
 #include "store/store.cuh"
 
 namespace {
@@ -54,22 +54,21 @@ void add_places(turbo::StoreParams& p, const TensorView& seq_lens,
       turbo::ints_of("query_start_loc", query_start_loc, seq_lens.size(0) + 1);
 }
 
-// Add the sequences' recent windows, after add_places.
-void add_window(turbo::StoreParams& p, const TensorView& pages,
-                const TensorView& blocks, const TensorView& packed_lens,
-                int64_t num_rows, int64_t keys, int64_t values,
-                int64_t key_scales, int64_t value_scales, int64_t tags,
-                int64_t places, int64_t num_tokens,
-                const TensorView& block_table, DLDevice device) {
-  turbo::StoreWindow& w = p.window;
-  static_cast<turbo::WindowPages&>(w) = turbo::window_pages_of(
-      pages, blocks, p.num_seqs, p.num_kv_heads, num_rows, keys, values,
-      key_scales, value_scales, device);
-  w.tags =
-      turbo::plane_of("window tags", pages, tags, num_rows, KEY_CODE_BYTES);
+// Add the sequences' tails, after add_places.
+void add_tail(turbo::StoreParams& p, const TensorView& pages,
+              const TensorView& blocks, const TensorView& packed_lens,
+              int64_t num_rows, int64_t keys, int64_t values,
+              int64_t key_scales, int64_t value_scales, int64_t tags,
+              int64_t places, int64_t num_tokens, const TensorView& block_table,
+              DLDevice device) {
+  turbo::StoreTail& w = p.tail;
+  static_cast<turbo::TailPages&>(w) =
+      turbo::tail_pages_of(pages, blocks, p.num_seqs, p.num_kv_heads, num_rows,
+                           keys, values, key_scales, value_scales, device);
+  w.tags = turbo::plane_of("tail tags", pages, tags, num_rows, KEY_CODE_BYTES);
   w.places =
-      turbo::plane_of("window places", pages, places, num_rows, sizeof(int));
-  w.num_tokens = turbo::to_int("window_tokens", num_tokens);
+      turbo::plane_of("tail places", pages, places, num_rows, sizeof(int));
+  w.num_tokens = turbo::to_int("tail_tokens", num_tokens);
   turbo::check_device(device, packed_lens, block_table);
   w.packed_lens =
       const_cast<int*>(turbo::ints_of("packed_lens", packed_lens, p.num_seqs));
@@ -88,10 +87,10 @@ void launch_store(turbo::KernelParams p, bool is_bf16, int64_t threads,
   // A vector's warps are in one block.
   if (turbo::kIsSingle<kParts>)
     threads = std::max<int64_t>(threads, 32 * turbo::kSingleWarps);
-  turbo::set_window_blocks(p, static_cast<int>(threads));
+  turbo::set_tail_blocks(p, static_cast<int>(threads));
   const int64_t all_threads = 32 * turbo::num_store_warps<kParts>(p);
   const int blocks = turbo::to_int(
-      "blocks", p.window_blocks + (all_threads + threads - 1) / threads);
+      "blocks", p.tail_blocks + (all_threads + threads - 1) / threads);
   if (blocks == 0) return;
   const auto kernel = is_bf16 ? turbo::store_kernel<true, kParts>
                               : turbo::store_kernel<false, kParts>;
@@ -106,12 +105,12 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            Optional<TensorView> query_scale, double query_factor,
            Optional<TensorView> key_offset, Optional<TensorView> seq_lens,
            Optional<TensorView> query_start_loc,
-           Optional<TensorView> window_pages,
-           Optional<TensorView> window_blocks, Optional<TensorView> packed_lens,
-           int64_t num_rows, int64_t keys, int64_t values, int64_t key_scales,
-           int64_t value_scales, int64_t tags, int64_t places,
-           int64_t window_tokens, Optional<TensorView> block_table,
-           int64_t parts, int64_t threads, bool enable_pdl) {
+           Optional<TensorView> tail_pages, Optional<TensorView> tail_blocks,
+           Optional<TensorView> packed_lens, int64_t num_rows, int64_t keys,
+           int64_t values, int64_t key_scales, int64_t value_scales,
+           int64_t tags, int64_t places, int64_t tail_tokens,
+           Optional<TensorView> block_table, int64_t parts, int64_t threads,
+           bool enable_pdl) {
   turbo::check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
   const int64_t* slots = turbo::slots_of(slot_mapping);
   const int64_t num_tokens = slot_mapping.size(0);
@@ -142,16 +141,15 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
                       single_matrix, query_matrix, tables);
   p.key_offset = turbo::key_offset_of(key_offset, num_kv_heads, HEAD_SIZE,
                                       KEY_OFFSET, device, p.num_offsets);
-  TVM_FFI_CHECK(window_pages.has_value() == (RECENT_WINDOW != 0), ValueError)
-      << "window_pages: the module is " << (RECENT_WINDOW ? "" : "not ")
+  TVM_FFI_CHECK(tail_pages.has_value() == (WITH_TAIL != 0), ValueError)
+      << "tail_pages: the module is " << (WITH_TAIL ? "" : "not ")
       << "compiled for it";
-  if (KEY_OFFSET != 0 || RECENT_WINDOW != 0)
+  if (KEY_OFFSET != 0 || WITH_TAIL != 0)
     add_places(p, seq_lens.value(), query_start_loc.value(), device);
-  if (RECENT_WINDOW != 0) {
-    add_window(p, window_pages.value(), window_blocks.value(),
-               packed_lens.value(), num_rows, keys, values, key_scales,
-               value_scales, tags, places, window_tokens, block_table.value(),
-               device);
+  if (WITH_TAIL != 0) {
+    add_tail(p, tail_pages.value(), tail_blocks.value(), packed_lens.value(),
+             num_rows, keys, values, key_scales, value_scales, tags, places,
+             tail_tokens, block_table.value(), device);
   }
   if (query.has_value()) {
     add_query(p, query.value(), rotated_query.value(), query_scale.value(),

@@ -2,12 +2,12 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Store: rotates K and V, quantises them into their pages, rotates q, and
-// brings recent windows up to date, in one launch.
+// brings tails up to date, in one launch.
 #pragma once
 
 #include "common/warp.cuh"
 #include "store/single.cuh"
-#include "store/window.cuh"
+#include "store/tail.cuh"
 
 namespace turbo {
 
@@ -101,10 +101,10 @@ __device__ __forceinline__ void store_pairs(const KernelParams& params,
   }
   start_next_kernel();
   Place place(params, slot, head);
-  if (RECENT_WINDOW != 0 && with_key && slot >= 0) {
+  if (WITH_TAIL != 0 && with_key && slot >= 0) {
     const bool is_first =
         group_of_lane<kParts>(0) == 0 && part_of_lane<kParts>() == 0;
-    place.tag = window_tag(params, Position(params, token), head, is_first);
+    place.tag = tail_tag(params, Position(params, token), head, is_first);
   }
   const int key_exponent = from_loader(exponent, 2 * pair_column);
   const int value_exponent = from_loader(exponent, 2 * pair_column + 1);
@@ -176,14 +176,14 @@ __global__ void __launch_bounds__(kStoreThreads, kMinBlocks<kParts>)
   // come slowly while caches are cold, as after a model's weights. cold_layers
   // of the decode benchmark measures that.
   wait_for_previous_kernel();
-  if constexpr (RECENT_WINDOW != 0) {
-    if (int(blockIdx.x) < params.window_blocks) {
+  if constexpr (WITH_TAIL != 0) {
+    if (int(blockIdx.x) < params.tail_blocks) {
       start_next_kernel();
-      update_window<kIsBf16>(params, blockIdx.x);
+      update_tail<kIsBf16>(params, blockIdx.x);
       return;
     }
   }
-  const int block = int(blockIdx.x) - params.window_blocks;
+  const int block = int(blockIdx.x) - params.tail_blocks;
   const int warp = (block * int(blockDim.x) + int(threadIdx.x)) / 32;
   const int pair_warps = num_pair_warps<kParts>(params);
   const int kv_warps = kParts > 1 ? 2 * pair_warps : pair_warps;

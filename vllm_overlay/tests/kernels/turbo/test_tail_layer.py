@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The layer of a recent window: when it exists, its blocks and its cost."""
+"""The layer of a tail: when it exists, its blocks and its cost."""
 
 import itertools
 from dataclasses import replace
@@ -16,10 +16,10 @@ from vllm.platforms.interface import Platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
-from vllm.v1.attention.backends.turbo_window import (
-    TurboWindow,
-    TurboWindowBackend,
-    window_choice,
+from vllm.v1.attention.backends.turbo_tail import (
+    TurboTail,
+    TurboTailBackend,
+    tail_choice,
 )
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.core.kv_cache_planning import get_kv_cache_configs, get_kv_cache_groups
@@ -36,15 +36,15 @@ from .backend_utils import make_engine_config, make_vllm_config, with_drafts
 from .utils import BF16
 
 NUM_LAYERS = 4
-MAIN, WINDOW = "layers.0.attn", "layers.0.attn.recent_window"
+MAIN, TAIL = "layers.0.attn", "layers.0.attn.recent_window"
 
 
 def make_config(
-    folder: Path, window: int | str = "auto", dtype: str = "turbo4", **arguments: Any
+    folder: Path, tail: int | str = "auto", dtype: str = "turbo4", **arguments: Any
 ) -> VllmConfig:
     """An engine's configuration of a Llama with heads of 128, as a user makes it."""
     make_vllm_config(folder, head_dim=128)
-    attention = {"turbo_window": window} | arguments.pop("attention_config", {})
+    attention = {"turbo_window": tail} | arguments.pop("attention_config", {})
     arguments = {"max_model_len": 2048, "attention_config": attention} | arguments
     return make_engine_config(folder, dtype, **arguments)
 
@@ -88,7 +88,7 @@ def second_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 
-def test_without_a_window_nothing_is_made(folder: Path):
+def test_without_a_tail_nothing_is_made(folder: Path):
     for config in (make_config(folder, 0), make_config(folder, "auto", "auto")):
         assert list(add_layers(config)) == [MAIN]
 
@@ -100,32 +100,32 @@ def test_without_a_window_nothing_is_made(folder: Path):
 def test_block(folder: Path, dtype: str, block_size: int, tokens: int):
     config = make_config(folder, "auto", dtype, block_size=block_size)
     layers = add_layers(config)
-    assert list(layers) == [MAIN, WINDOW]
+    assert list(layers) == [MAIN, TAIL]
     specs = get_kv_cache_spec(config)
-    main, window = specs[MAIN], specs[WINDOW]
-    assert type(main) is FullAttentionSpec and type(window) is CircularBufferSpec
-    assert window.page_size_bytes == main.page_size_bytes
+    main, tail = specs[MAIN], specs[TAIL]
+    assert type(main) is FullAttentionSpec and type(tail) is CircularBufferSpec
+    assert tail.page_size_bytes == main.page_size_bytes
     # With another dtype, vLLM would clear every new block.
-    assert (window.dtype, window.kv_quant_mode) == (main.dtype, main.kv_quant_mode)
-    assert window.max_num_blocks_per_req(config, 2048) == 1
-    assert not window.prefix_cacheable
-    assert layers[WINDOW].num_tokens == tokens
-    assert layers[MAIN].impl.window is layers[WINDOW]
+    assert (tail.dtype, tail.kv_quant_mode) == (main.dtype, main.kv_quant_mode)
+    assert tail.max_num_blocks_per_req(config, 2048) == 1
+    assert not tail.prefix_cacheable
+    assert layers[TAIL].num_tokens == tokens
+    assert layers[MAIN].impl.tail is layers[TAIL]
 
 
 def test_tokens_that_are_asked_for(folder: Path):
     config = make_config(folder, 7, block_size=64)
-    window = add_layers(config)[WINDOW]
-    assert window.get_kv_cache_spec(config) is not None
-    assert window.num_tokens == 7
+    tail = add_layers(config)[TAIL]
+    assert tail.get_kv_cache_spec(config) is not None
+    assert tail.num_tokens == 7
 
 
 def test_drafts_take_rows(folder: Path):
     config = with_drafts(make_config(folder, "auto", block_size=64), 3)
-    window = add_layers(config)[WINDOW]
-    assert window.get_kv_cache_spec(config) is not None
-    assert window.num_tokens == 24 - window.query_len
-    assert window.query_len >= 4
+    tail = add_layers(config)[TAIL]
+    assert tail.get_kv_cache_spec(config) is not None
+    assert tail.num_tokens == 24 - tail.query_len
+    assert tail.query_len >= 4
 
 
 def test_drafters_have_none(folder: Path):
@@ -134,17 +134,17 @@ def test_drafters_have_none(folder: Path):
     for layer in layers.values():
         layer.is_draft_layer = True
     assert list(get_kv_cache_spec(config)) == [MAIN]
-    assert layers[MAIN].impl.window.of_step() is None
+    assert layers[MAIN].impl.tail.of_step() is None
 
 
 def test_chunked_local_layers_have_none(folder: Path):
     """A chunk is a request for these layers, but a request has only one block."""
     config = make_config(folder, 7, block_size=64)
-    window = add_layers(config, chunk=128)[WINDOW]
-    assert isinstance(window, TurboWindow)
+    tail = add_layers(config, chunk=128)[TAIL]
+    assert isinstance(tail, TurboTail)
     specs = get_kv_cache_spec(config)
     assert list(specs) == [MAIN] and type(specs[MAIN]) is ChunkedLocalAttentionSpec
-    assert window.num_tokens == 0 and window.of_step() is None
+    assert tail.num_tokens == 0 and tail.of_step() is None
 
 
 def test_pages_are_as_large_as_the_layers(folder, monkeypatch):
@@ -154,15 +154,15 @@ def test_pages_are_as_large_as_the_layers(folder, monkeypatch):
     spec = layers[MAIN].get_kv_cache_spec(config)
     padded = replace(spec, page_size_padded=spec.page_size_bytes + 4096)
     monkeypatch.setattr(layers[MAIN], "get_kv_cache_spec", lambda config: padded)
-    window = layers[WINDOW].get_kv_cache_spec(config)
-    assert window.page_size_bytes == padded.page_size_bytes
+    tail = layers[TAIL].get_kv_cache_spec(config)
+    assert tail.page_size_bytes == padded.page_size_bytes
 
 
 def test_more_than_a_block_has_room_for(folder: Path):
     config = make_config(folder, 24, block_size=64)
-    window = add_layers(config)[WINDOW]
+    tail = add_layers(config)[TAIL]
     with pytest.raises(ValueError, match="turbo_window=24 .* room for 23 .*block-size"):
-        window.get_kv_cache_spec(config)
+        tail.get_kv_cache_spec(config)
 
 
 def test_a_block_without_room(folder: Path):
@@ -170,7 +170,7 @@ def test_a_block_without_room(folder: Path):
     config = with_drafts(make_config(folder, "auto", block_size=16), 6)
     layers = add_layers(config)
     assert list(get_kv_cache_spec(config)) == [MAIN]
-    assert layers[MAIN].impl.window.of_step() is None
+    assert layers[MAIN].impl.tail.of_step() is None
 
 
 @pytest.mark.parametrize(
@@ -187,18 +187,18 @@ def test_a_block_without_room(folder: Path):
     ],
 )
 def test_sliding_window(folder, sliding_window, wanted, num_drafts, tokens):
-    """Each of the step's tokens sees all of the recent window and of the step."""
+    """Each of the step's tokens sees all of the tail and of the step."""
     config = make_config(folder, wanted, block_size=64)
     config = with_drafts(config, num_drafts)
     layers = add_layers(config, 1, (sliding_window,))
-    specs, window = get_kv_cache_spec(config), layers[WINDOW]
+    specs, tail = get_kv_cache_spec(config), layers[TAIL]
     assert type(specs[MAIN]) is SlidingWindowSpec
-    assert type(specs[WINDOW]) is CircularBufferSpec
-    assert window.num_tokens == tokens
-    assert window.num_tokens + window.query_len <= sliding_window
-    assert num_drafts < window.query_len
-    window.bind_kv_cache(torch.zeros(3, 2, 64, 136, dtype=torch.uint8))
-    assert window.format.num_rows == min(24, sliding_window)
+    assert type(specs[TAIL]) is CircularBufferSpec
+    assert tail.num_tokens == tokens
+    assert tail.num_tokens + tail.query_len <= sliding_window
+    assert num_drafts < tail.query_len
+    tail.bind_kv_cache(torch.zeros(3, 2, 64, 136, dtype=torch.uint8))
+    assert tail.format.num_rows == min(24, sliding_window)
 
 
 def test_sliding_windows_of_few_tokens(folder: Path):
@@ -209,8 +209,8 @@ def test_sliding_windows_of_few_tokens(folder: Path):
         config = with_drafts(config, num_drafts)
         layers = add_layers(config, 1, (sliding_window,))
         assert list(get_kv_cache_spec(config)) == [MAIN]
-        window = layers[MAIN].impl.window
-        assert window is None or window.num_tokens == 0
+        tail = layers[MAIN].impl.tail
+        assert tail is None or tail.num_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_sliding_windows_of_few_tokens(folder: Path):
     ids=["5:1", "1:1"],
 )
 def test_groups(folder, sliding_windows, counts):
-    """Recent windows of both kinds of layers share groups, because they are alike."""
+    """Tails of both kinds of layers share groups, because they are alike."""
     config = make_config(folder, block_size=64)
     config.cache_config.kv_cache_layout = "LBHNC"
     add_layers(config, 12, sliding_windows)
@@ -240,9 +240,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def hindered(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str, window: int | str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str, tail: int | str
 ) -> VllmConfig:
-    config = make_config(folder, window, **CASES[reason])
+    config = make_config(folder, tail, **CASES[reason])
     if reason == "model runner V1":
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     if reason == "context parallelism":
@@ -253,22 +253,22 @@ def hindered(
 
 
 def test_each_reason_has_a_case():
-    for known in refusals.WINDOW_FEATURES:
+    for known in refusals.TAIL_FEATURES:
         assert sum(case in known for case in CASES) == 1, known
 
 
 @pytest.mark.parametrize("reason", CASES)
 def test_where_there_can_be_none(folder, monkeypatch, reason):
-    assert window_choice(hindered(folder, monkeypatch, reason, "auto")) == 0
-    assert window_choice(hindered(folder, monkeypatch, reason, 0)) == 0
+    assert tail_choice(hindered(folder, monkeypatch, reason, "auto")) == 0
+    assert tail_choice(hindered(folder, monkeypatch, reason, 0)) == 0
     with pytest.raises(ValueError, match=f"turbo_window=8 .*{reason}.* Use auto or 0"):
-        window_choice(hindered(folder, monkeypatch, reason, 8))
+        tail_choice(hindered(folder, monkeypatch, reason, 8))
 
 
 @pytest.mark.parametrize("others", [[], ["FLASH_ATTN"]])
 def test_block_size(folder: Path, others: list[str]):
-    """The default block size has room for a window; a size that a user sets stays."""
-    backends = [TurboAttentionBackend, TurboWindowBackend]
+    """The default block size has room for a tail; a size that a user sets stays."""
+    backends = [TurboAttentionBackend, TurboTailBackend]
     backends += [AttentionBackendEnum[name].get_class() for name in others]
     config = make_config(folder)
 
@@ -285,36 +285,36 @@ def test_sizes_of_hybrid_pages_are_not_refused(folder: Path):
     """Hybrid models may make blocks longer by any number of tiles."""
     config = make_config(folder)
     with set_current_vllm_config(config):
-        assert TurboWindowBackend.supports_block_size(80)
-        assert not TurboWindowBackend.supports_block_size(48)
+        assert TurboTailBackend.supports_block_size(80)
+        assert not TurboTailBackend.supports_block_size(48)
 
 
-def capacity(folder: Path, window: int | str) -> int:
+def capacity(folder: Path, tail: int | str) -> int:
     """Number of tokens that fit 16 GiB, in requests of 8192 tokens."""
     folder.mkdir(exist_ok=True)
-    config = make_config(folder, window, block_size=64)
+    config = make_config(folder, tail, block_size=64)
     config.model_config.max_model_len = 8192
     config.cache_config.kv_cache_layout = "LBHNC"
     add_layers(config, 32)
     specs = get_kv_cache_spec(config)
     groups = get_kv_cache_groups(config, specs)
-    assert len(groups) == (1 if window == 0 else 2)
+    assert len(groups) == (1 if tail == 0 else 2)
     (planned,) = get_kv_cache_configs(config, [specs], [2**34], groups)
     return get_kv_cache_capacity(config, planned)[0]
 
 
 def test_capacity(folder: Path):
-    """A window costs one block of 64 tokens for each request of 8192."""
-    with_window = capacity(folder / "a", "auto") / capacity(folder / "b", 0)
-    assert 1 > with_window > 0.985
+    """A tail costs one block of 64 tokens for each request of 8192."""
+    with_tail = capacity(folder / "a", "auto") / capacity(folder / "b", 0)
+    assert 1 > with_tail > 0.985
 
 
-def test_a_window_is_bound_to_its_blocks(folder: Path):
+def test_a_tail_is_bound_to_its_blocks(folder: Path):
     config = make_config(folder, block_size=64)
-    window = add_layers(config)[WINDOW]
-    assert isinstance(window, TurboWindow)
-    assert window.get_kv_cache_spec(config) is not None
-    assert window.of_step() is None
-    window.bind_kv_cache(torch.zeros(3, 2, 64, 136, dtype=torch.uint8))
-    assert window.format is not None
-    assert window.format.num_rows == window.num_tokens + window.query_len
+    tail = add_layers(config)[TAIL]
+    assert isinstance(tail, TurboTail)
+    assert tail.get_kv_cache_spec(config) is not None
+    assert tail.of_step() is None
+    tail.bind_kv_cache(torch.zeros(3, 2, 64, 136, dtype=torch.uint8))
+    assert tail.format is not None
+    assert tail.format.num_rows == tail.num_tokens + tail.query_len

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Pages of the recent window. They hold the newest tokens of running sequences
-// in 8 bits: see formats/window.py.
+// Pages of the tail. They hold the newest tokens of running sequences
+// in 8 bits: see formats/tail.py.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@
 namespace turbo {
 
 // Groups of coordinates that share a scale in a row.
-constexpr int kWindowGroups = HEAD_SIZE / SCALE_GROUP;
+constexpr int kTailGroups = HEAD_SIZE / SCALE_GROUP;
 
-struct WindowPages {
+struct TailPages {
   uint8_t* pages;     // [num_blocks, H, N, C]
   const int* blocks;  // [B], a block per sequence; 0 for none
   int64_t stride_block;
   int64_t stride_head;
-  int num_rows;  // R, up to WINDOW_MAX_ROWS
+  int num_rows;  // R, up to TAIL_MAX_ROWS
   // Where planes begin in a page: K, V, and their scales.
   int keys, values, key_scales, value_scales;
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window in CUDA's kernels. Rows and counts equal the reference's bit for
+"""The tail in CUDA's kernels. Rows and counts equal the reference's bit for
 bit, and attention to them is compared to the reference.
 """
 
@@ -15,8 +15,8 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
-from vllm.v1.attention.ops.turbo.formats.window import WindowFormat
+from vllm.v1.attention.ops.turbo.formats.tail import TailFormat
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
     DecodeBatch,
@@ -27,10 +27,10 @@ from vllm.v1.attention.ops.turbo.interface import (
     RotatedQuery,
     StoreCall,
 )
-from vllm.v1.attention.ops.turbo.reference.window import (
-    load_window,
+from vllm.v1.attention.ops.turbo.reference.tail import (
+    load_tail,
     planes,
-    update_window,
+    update_tail,
 )
 
 from .attention_kernels import EXTENDS, kernels, kernels_and_layouts, without
@@ -62,8 +62,8 @@ with_offset = pytest.mark.parametrize(
     "with_offset", [False, True], ids=["plain", "offset"]
 )
 BLOCK_SIZE = 64
-# Contexts around borders of segments, blocks and windows. The last but one has no page
-# of a window.
+# Contexts around borders of segments, blocks and tails. The last but one has no page
+# of a tail.
 CONTEXTS = [0, 1, 63, 64, 65, SEGMENT - 8, SEGMENT + 5, 40, 300]
 WITHOUT_PAGE = 7
 GROUP = 4
@@ -85,7 +85,7 @@ class Scene:
         sliding_window: int | None = None,
     ) -> None:
         self.layout, self.num_kv_heads, self.dtype = layout, num_kv_heads, dtype
-        self.format = WindowFormat(layout, BLOCK_SIZE, sliding_window)
+        self.format = TailFormat(layout, BLOCK_SIZE, sliding_window)
         self.num_tokens, self.group = num_tokens, group
         num_seqs, width = len(CONTEXTS), max(CONTEXTS) // BLOCK_SIZE + 6
         blocks = torch.randperm(num_seqs * (width + 1), device=DEVICE).int() + 1
@@ -127,8 +127,8 @@ class Scene:
         offset = None
         if self.offsets is not None:
             offset = KeyOffset(self.offsets, seq_lens, starts)
-        self.windows = [
-            RecentWindow(
+        self.tails = [
+            Tail(
                 cache,
                 self.blocks,
                 torch.full_like(self.blocks, -7),
@@ -138,19 +138,18 @@ class Scene:
             for cache in self.caches
         ]
         own, other = (
-            WindowUpdate(window, self.table, seq_lens, starts)
-            for window in self.windows
+            TailUpdate(tail, self.table, seq_lens, starts) for tail in self.tails
         )
         tokens = mapping, self.key, self.value, self.layout
         cuda_store.store(
-            StoreCall(self.caches[0], *tokens, key_offset=offset, window=own)
+            StoreCall(self.caches[0], *tokens, key_offset=offset, tail=own)
         )
         reference.store(StoreCall(self.caches[1], *tokens, key_offset=offset))
-        update_window(other, self.caches[1], *tokens, offset)
+        update_tail(other, self.caches[1], *tokens, offset)
 
     def counts(self) -> list[int]:
-        """Valid rows of each sequence's window, equal in both caches."""
-        own, other = (window.packed_lens.tolist() for window in self.windows)
+        """Valid rows of each sequence's tail, equal in both caches."""
+        own, other = (tail.packed_lens.tolist() for tail in self.tails)
         assert own == other
         return [a - b for a, b in zip(self.lens, own)]
 
@@ -188,7 +187,7 @@ class Scene:
         offset = None
         if self.offsets is not None:
             offset = OffsetScores(query, self.offsets, scale)
-        window = self.windows[0]
+        tail = self.tails[0]
         newest = NewestTokens(
             *(x[:total].to(dtype) for x in (self.query, self.key, self.value)), scale
         )
@@ -210,7 +209,7 @@ class Scene:
             output,
             newest,
             offset,
-            window,
+            tail,
             **options,
         )
         return output
@@ -244,18 +243,18 @@ class Scene:
         Scores of packed keys, without their offset, are from q as the kernel rounds it.
         All other scores are from q without rounding.
         """
-        window = self.windows[1]
+        tail = self.tails[1]
         outputs = []
         for row, length in enumerate(self.lens):
             part = slice(*self.starts[row : row + 2])
             query, num_own = self.query[part], part.stop - part.start
-            num_packed = int(window.packed_lens[row]) - num_own
+            num_packed = int(tail.packed_lens[row]) - num_own
             positions = torch.arange(length - num_own, device=DEVICE)
             cached = load_context(
                 self.caches[1], self.table[row], num_packed, self.layout
             )
-            recent = load_window(window, row, positions[num_packed:])
-            key, value = (torch.cat(both) for both in zip(cached, recent))
+            tail_rows = load_tail(tail, row, positions[num_packed:])
+            key, value = (torch.cat(both) for both in zip(cached, tail_rows))
             taken_off = torch.zeros_like(key)
             if self.offsets is not None:
                 segments = (positions // SEGMENT).clamp(max=len(self.offsets) - 1)
@@ -281,7 +280,7 @@ class Scene:
 @model_dtypes
 @with_offset
 def test_rows_and_counts(layout, dtype, with_offset):
-    """Decodes, drafts, ragged steps and prompts longer than the window."""
+    """Decodes, drafts, ragged steps and prompts longer than the tail."""
     scene = Scene(layout, 3, dtype, with_offset)
     scene.check()
     rows, num_seqs = scene.format.num_rows, len(CONTEXTS)
@@ -338,7 +337,7 @@ def test_tokens_that_are_not_stored_have_no_row():
 
 
 def test_a_prefix_that_is_found_while_it_is_computed():
-    """Rows of a window are compared to bytes of this step, not to those before."""
+    """Rows of a tail are compared to bytes of this step, not to those before."""
     scene = Scene(LAYOUT)
     # Sequence 8 continues in a block of sequence 3, at the same positions, which the
     # step writes. The rows of its page hold the bytes from before.
@@ -360,19 +359,19 @@ def test_no_row_counts_beside_tokens_that_another_stores():
     scene.table[3, first] = scene.table[8, first]
     scene.lens[3] = CONTEXTS[8] + 2
     scene.step([0, 0, 0, 1, 0, 0, 0, 0, 1])
-    own, other = (window.packed_lens[8].item() for window in scene.windows)
+    own, other = (tail.packed_lens[8].item() for tail in scene.tails)
     length = scene.lens[8]
     assert (own, other) == (length, length - (scene.format.num_rows - 1))
 
 
-@kernels_and_layouts(without("window"))
+@kernels_and_layouts(without("tail"))
 @pytest.mark.parametrize("num_splits", [1, 8])
 @with_offset
 def test_attention(layout, kernel, num_splits, with_offset):
     """The error is that of weights and values in fp16.
 
     An offset makes keys ten times as long, and the error of their scores, sums of a
-    hundred and more terms, grows with them. Short sequences are read from the window
+    hundred and more terms, grows with them. Short sequences are read from the tail
     alone, in fp32.
     """
     scene = Scene(layout, with_offset=with_offset)
@@ -397,7 +396,7 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
     """A block's rows may be a part of a group or belong to several groups, with one or
     several warps a row. Operands in the model's dtype are tested beside fp32.
     """
-    monkeypatch.setattr(cuda_merge, "warps_a_row_with_window", lambda *_: num_warps)
+    monkeypatch.setattr(cuda_merge, "warps_a_row_with_tail", lambda *_: num_warps)
     scene = Scene(LAYOUT, 2, dtype, with_offset, group=group)
     scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
     output, expected = scene.attend(DECODE_KERNEL, 8), scene.expected(DECODE_KERNEL)
@@ -411,10 +410,10 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
     assert ((rounded - output).abs() <= bound).all()
 
 
-@kernels_and_layouts(without("window"))
+@kernels_and_layouts(without("tail"))
 @pytest.mark.parametrize("num_splits", [1, 8])
 def test_soft_cap(layout, kernel, num_splits):
-    """The cap applies to packed tokens, the recent window and the newest tokens.
+    """The cap applies to packed tokens, the tail and the newest tokens.
 
     Errors are those of ``test_attention``.
     """
@@ -432,9 +431,9 @@ def test_soft_cap(layout, kernel, num_splits):
             assert (without[row] - expected).norm() > 2**-4 * expected.norm(), row
 
 
-# Some queries see only the recent window of the short ones, and more of the long one.
+# Some queries see only the tail of the short ones, and more of the long one.
 @pytest.mark.parametrize("sliding_window", [16, 20, 100])
-@kernels_and_layouts(without("window"), SOME_LAYOUTS)
+@kernels_and_layouts(without("tail"), SOME_LAYOUTS)
 @pytest.mark.parametrize("num_splits", [1, 8])
 @with_offset
 def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset):
@@ -463,11 +462,11 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
             assert error.norm() <= tolerance * expected.norm(), row
 
 
-@kernels([x for x in without("window") if x in EXTENDS])
+@kernels([x for x in without("tail") if x in EXTENDS])
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @with_offset
 def test_newest_tokens_that_are_attended_to_before(kernel, sliding_window, with_offset):
-    """The newest tokens' result is added to the window's, once."""
+    """The newest tokens' result is added to the tail's, once."""
     scene = Scene(LAYOUT, with_offset=with_offset, sliding_window=sliding_window)
     query_lens = [2, 1, 33, 1, 2, 1, 33, 1, 1]
     scene.step(query_lens)
@@ -481,7 +480,7 @@ def test_newest_tokens_that_are_attended_to_before(kernel, sliding_window, with_
     assert (output - one_by_one).norm() <= 2**-14 * one_by_one.norm()
 
 
-@kernels_and_layouts(without("window"), SOME_LAYOUTS)
+@kernels_and_layouts(without("tail"), SOME_LAYOUTS)
 def test_soft_cap_of_a_sliding_window(layout, kernel):
     scene = Scene(layout, sliding_window=70)
     scene.step([2, 1, 3, 1, 2, 1, 3, 1, 1])
@@ -495,7 +494,7 @@ def test_soft_cap_of_a_sliding_window(layout, kernel):
         assert error <= 2**-10 * expected.norm(), row
 
 
-def test_a_window_is_only_with_the_newest_tokens():
+def test_a_tail_is_only_with_the_newest_tokens():
     scene = Scene(LAYOUT)
     scene.step([1] * len(CONTEXTS))
     query = scene.query[: len(CONTEXTS)]
@@ -509,5 +508,5 @@ def test_a_window_is_only_with_the_newest_tokens():
             DecodeBatch(len(CONTEXTS), scene.table, ints(scene.lens)),
             Partials(partial, partial[..., 0].contiguous()),
             torch.empty_like(query),
-            window=scene.windows[0],
+            tail=scene.tails[0],
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The layer that keeps the recent window of a turbo layer, one block for each request.
+"""The layer that keeps the tail of a turbo layer, one block for each request.
 
-``vllm/v1/attention/ops/turbo/formats/window.py`` has the layout of a block's rows, and
+``vllm/v1/attention/ops/turbo/formats/tail.py`` has the layout of a block's rows, and
 the rule by which a row is valid.
 """
 
@@ -26,8 +26,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow
-from vllm.v1.attention.ops.turbo.formats.window import MAX_ROWS, VERSION, WindowFormat
+from vllm.v1.attention.ops.turbo.formats.tail import MAX_ROWS, VERSION, TailFormat
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -39,17 +39,17 @@ logger = init_logger(__name__)
 
 # Tokens of a block, unless the user asks for a size. Smaller blocks hold few rows.
 PREFERRED_BLOCK_SIZE = 64
-# With a sliding window of up to this many tokens, a recent window is not worth a block.
+# With a sliding window of up to this many tokens, a tail is not worth a block.
 FEW_TOKENS = 16
 
 
 @dataclass
-class TurboWindowMetadata(AttentionMetadata):
-    """The recent windows of a step's R requests.
+class TurboTailMetadata(AttentionMetadata):
+    """The tails of a step's R requests.
 
     Attributes:
         blocks: (R,) int32, contiguous, each request's block; zero for none.
-        packed_lens: (R,) int32, scratch of the running layer: see ``RecentWindow``.
+        packed_lens: (R,) int32, scratch of the running layer: see ``Tail``.
 
     """
 
@@ -57,8 +57,8 @@ class TurboWindowMetadata(AttentionMetadata):
     packed_lens: torch.Tensor
 
 
-class TurboWindowMetadataBuilder(AttentionMetadataBuilder[TurboWindowMetadata]):
-    """Builds ``TurboWindowMetadata`` from tensors whose addresses do not change."""
+class TurboTailMetadataBuilder(AttentionMetadataBuilder[TurboTailMetadata]):
+    """Builds ``TurboTailMetadata`` from tensors whose addresses do not change."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -79,15 +79,15 @@ class TurboWindowMetadataBuilder(AttentionMetadataBuilder[TurboWindowMetadata]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TurboWindowMetadata:
+    ) -> TurboTailMetadata:
         # The block table has one column.
         blocks = common_attn_metadata.block_table_tensor[:, 0]
         assert blocks.is_contiguous()
-        return TurboWindowMetadata(blocks, self.packed_lens[: len(blocks)])
+        return TurboTailMetadata(blocks, self.packed_lens[: len(blocks)])
 
 
-class TurboWindowBackend(AttentionBackend):
-    """The backend of layers that keep recent windows and do not attend."""
+class TurboTailBackend(AttentionBackend):
+    """The backend of layers that keep tails and do not attend."""
 
     @staticmethod
     def get_name() -> str:
@@ -95,11 +95,11 @@ class TurboWindowBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        raise NotImplementedError("the attention layer attends to its recent window")
+        raise NotImplementedError("the attention layer attends to its tail")
 
     @staticmethod
-    def get_builder_cls() -> type[TurboWindowMetadataBuilder]:
-        return TurboWindowMetadataBuilder
+    def get_builder_cls() -> type[TurboTailMetadataBuilder]:
+        return TurboTailMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(
@@ -112,18 +112,18 @@ class TurboWindowBackend(AttentionBackend):
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Whether a block has room for a useful window, or the user asked for it."""
+        """Whether a block has room for a useful tail, or the user asked for it."""
         config = get_current_vllm_config_or_none()
         asked_for = config is None or config.cache_config.user_specified_block_size
         return asked_for or block_size is None or block_size >= PREFERRED_BLOCK_SIZE
 
 
-def window_choice(
+def tail_choice(
     vllm_config: VllmConfig,
     sliding_window: int | None = None,
     states_per_token: int = 1,
 ) -> int:
-    """The most tokens that a recent window should have; zero for no window.
+    """The most tokens that a tail should have; zero for no tail.
 
     Args:
         vllm_config: The engine's configuration.
@@ -133,7 +133,7 @@ def window_choice(
 
     Raises:
         ValueError: If the user asks for a number of tokens, and the engine can have no
-            window.
+            tail.
 
     """
     choice: int | Literal["auto"] = vllm_config.attention_config.turbo_window
@@ -154,23 +154,23 @@ def window_choice(
             states_per_token,
         )
         return 0
-    features = refusals.WINDOW_FEATURES.items()
+    features = refusals.TAIL_FEATURES.items()
     reason = next((reason for reason, found in features if found(vllm_config)), None)
     if reason is None:
         return MAX_ROWS if choice == "auto" else choice
     if choice != "auto":
-        raise ValueError(refusals.window_refusal(choice, reason))
+        raise ValueError(refusals.tail_refusal(choice, reason))
     logger.info_once("Turbo KV cache: no recent window, because %s.", reason)
     return 0
 
 
-class TurboWindow(AttentionLayerBase):
-    """The recent window of an attention layer.
+class TurboTail(AttentionLayerBase):
+    """The tail of an attention layer.
 
     Attributes:
         layer_name: The name of this layer.
         num_tokens: The most tokens that decodes read from a block; zero until the spec
-            is asked for, and if there is no window.
+            is asked for, and if there is no tail.
 
     """
 
@@ -182,12 +182,12 @@ class TurboWindow(AttentionLayerBase):
         query_len: int,
         sliding_window: int | None = None,
     ):
-        """Make the window of a layer.
+        """Make the tail of a layer.
 
         Args:
             main_layer_name: The attention layer's name.
             layout: The format of its cache.
-            wanted: The most tokens of the window.
+            wanted: The most tokens of the tail.
             query_len: The most query tokens of a decode request. As many rows are
                 written while others are read.
             sliding_window: The most tokens that a query token sees, itself included;
@@ -202,10 +202,10 @@ class TurboWindow(AttentionLayerBase):
         self.sliding_window = sliding_window
         self.num_tokens = 0
         self.kv_cache = torch.tensor([])
-        self.format: WindowFormat | None = None
+        self.format: TailFormat | None = None
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return TurboWindowBackend
+        return TurboTailBackend
 
     def _room(self, block_size: int, in_sight: bool = False) -> int:
         """Tokens that a block has room for in addition to a step's query tokens.
@@ -213,11 +213,11 @@ class TurboWindow(AttentionLayerBase):
         With ``in_sight`` only those that all query tokens of the step see.
         """
         sliding_window = self.sliding_window if in_sight else None
-        rows = WindowFormat(self.layout, block_size, sliding_window).num_rows
+        rows = TailFormat(self.layout, block_size, sliding_window).num_rows
         return max(rows - self.query_len, 0)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """The spec of the layer's pages, with one page a request; None for no window.
+        """The spec of the layer's pages, with one page a request; None for no tail.
 
         Under a short sliding window there may be fewer tokens than the user asks for.
 
@@ -237,13 +237,13 @@ class TurboWindow(AttentionLayerBase):
             return None
         room = self._room(spec.block_size)
         choice = vllm_config.attention_config.turbo_window
-        reason = refusals.window_room(room, spec.block_size, self.query_len)
+        reason = refusals.tail_room(room, spec.block_size, self.query_len)
         if choice != "auto" and choice > room:
-            raise ValueError(refusals.window_refusal(choice, reason))
+            raise ValueError(refusals.tail_refusal(choice, reason))
         self.num_tokens = min(self.wanted, self._room(spec.block_size, in_sight=True))
         if self.num_tokens == 0 and room > 0:
             assert self.sliding_window is not None
-            reason = refusals.window_sight(self.sliding_window, self.query_len)
+            reason = refusals.tail_sight(self.sliding_window, self.query_len)
         if self.num_tokens == 0:
             logger.info_once("Turbo KV cache: no recent window, because %s.", reason)
             return None
@@ -260,16 +260,16 @@ class TurboWindow(AttentionLayerBase):
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         self.kv_cache = kv_cache
-        self.format = WindowFormat(self.layout, kv_cache.shape[2], self.sliding_window)
+        self.format = TailFormat(self.layout, kv_cache.shape[2], self.sliding_window)
 
-    def of_step(self) -> RecentWindow | None:
-        """The windows of the forward pass's requests; None if there are none."""
+    def of_step(self) -> Tail | None:
+        """The tails of the forward pass's requests; None if there are none."""
         if self.kv_cache.numel() == 0:
             return None
         assert self.format is not None
         metadata: Any = get_forward_context().attn_metadata
         own = metadata[self.layer_name]
-        assert isinstance(own, TurboWindowMetadata)
-        return RecentWindow(
+        assert isinstance(own, TurboTailMetadata)
+        return Tail(
             self.kv_cache, own.blocks, own.packed_lens, self.format, self.num_tokens
         )

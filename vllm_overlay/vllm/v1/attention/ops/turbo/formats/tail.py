@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The format of the recent window: a page with a request's newest tokens in 8 bits.
+"""The format of the tail: a page with a request's newest tokens in 8 bits.
+
+Users know the tail as the recent window, and turn it off by ``turbo_window``.
 
 Most of the error of packed codes comes from the nearest tokens, which get most of the
 weight. A running request has a separate page with a copy of its newest tokens in 8
@@ -40,7 +42,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class WindowFormat:
+class TailFormat:
     """The layout of rows in a page of one KV head: six planes, one after the other.
 
     Attributes:

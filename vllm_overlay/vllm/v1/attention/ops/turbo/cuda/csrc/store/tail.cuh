@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The recent window, in blocks of the store's launch. Rows of the step's newest
+// The tail, in blocks of the store's launch. Rows of the step's newest
 // tokens are written. Rows of tokens before them are counted if they still
 // match the packed codes. The store writes a key's codes to its tag as well:
 // see CodePlace.
@@ -19,7 +19,7 @@
 namespace turbo {
 
 // The most blocks that write a sequence's rows.
-constexpr int kMaxWindowWriters = 8;
+constexpr int kMaxTailWriters = 8;
 // Heads whose tags a thread has in flight at once.
 constexpr int kTagsInFlight = 4;
 // Slots that a thread has in flight at once.
@@ -32,28 +32,28 @@ constexpr int kRowVectors = 32 / kRowLanes;  // of a warp, side by side
 constexpr int kGroupLanes = SCALE_GROUP / kVector;
 
 // A sequence of the step, whose last tokens are the step's.
-struct WindowSequence {
+struct TailSequence {
   const int* table;
   int block;      // its page; 0: none
   int seq_len;    // the step's tokens included
   int end;        // one past its last token, among the step's
   int first_own;  // position of its first token of the step
 
-  __device__ __forceinline__ WindowSequence(const KernelParams& p, int seq)
-      : table(p.window.block_table + seq * p.window.stride_block_table),
-        block(p.window.blocks[seq]),
+  __device__ __forceinline__ TailSequence(const KernelParams& p, int seq)
+      : table(p.tail.block_table + seq * p.tail.stride_block_table),
+        block(p.tail.blocks[seq]),
         seq_len(p.seq_lens[seq]),
         end(p.query_start_loc[seq + 1]) {
     first_own = seq_len - (end - p.query_start_loc[seq]);
   }
   // Tokens before the step's whose rows attention may read. Rows that tokens of
   // the step take are not among them.
-  __device__ __forceinline__ int num_read(const StoreWindow& w) const {
+  __device__ __forceinline__ int num_read(const StoreTail& w) const {
     const int left = w.num_rows - (seq_len - first_own);
     return max(min(min(w.num_tokens, left), first_own), 0);
   }
   // The first position of the step whose row is kept at the end of the step.
-  __device__ __forceinline__ int first_written(const StoreWindow& w) const {
+  __device__ __forceinline__ int first_written(const StoreTail& w) const {
     return max(max(first_own, seq_len - w.num_rows), 0);
   }
   // The index, among the step's tokens, of the token at a position.
@@ -71,7 +71,7 @@ static_assert(KEY_CODE_BYTES % sizeof(TagPiece) == 0);
 
 // The address in pages of a piece of a token's tag, for head 0.
 __device__ __forceinline__ const uint8_t* packed_piece(const KernelParams& p,
-                                                       const WindowSequence& s,
+                                                       const TailSequence& s,
                                                        int position,
                                                        int piece) {
   int place;
@@ -98,7 +98,7 @@ __device__ __forceinline__ bool differ(uint2 a, uint2 b) {
 // rows are counted. That happens if a prefix is found while it is computed. All
 // threads of a block call it.
 __device__ __forceinline__ bool is_being_stored(const KernelParams& p,
-                                                const WindowSequence& s,
+                                                const TailSequence& s,
                                                 int num_read) {
   const int first_token = s.token_of(s.first_own);
   const int first = unsigned(s.first_own - num_read) / unsigned(p.block_size);
@@ -119,10 +119,10 @@ __device__ __forceinline__ bool is_being_stored(const KernelParams& p,
 // all heads. No row counts if tokens are being stored to these blocks, because
 // that may be over or not. All threads of a block call it.
 __device__ __forceinline__ int count_rows(const KernelParams& p,
-                                          const WindowSequence& s) {
+                                          const TailSequence& s) {
   __shared__ uint32_t wrong[2];
-  static_assert(WINDOW_MAX_ROWS <= 64);
-  const StoreWindow& w = p.window;
+  static_assert(TAIL_MAX_ROWS <= 64);
+  const StoreTail& w = p.tail;
   const int num_read = s.num_read(w);
   if (threadIdx.x < 2) wrong[threadIdx.x] = 0;
   // This call is also a barrier.
@@ -159,7 +159,7 @@ __device__ __forceinline__ int count_rows(const KernelParams& p,
   __syncthreads();
   const int first_wrong = wrong[0]   ? __ffs(wrong[0]) - 1
                           : wrong[1] ? __ffs(wrong[1]) + 31
-                                     : WINDOW_MAX_ROWS;
+                                     : TAIL_MAX_ROWS;
   return min(first_wrong, num_read);
 }
 
@@ -181,14 +181,14 @@ __device__ __forceinline__ void write_group(const float (&x)[kVector],
 #pragma unroll
   for (int mask = 1; mask < kGroupLanes; mask *= 2)
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-  const __nv_bfloat16 rounded = __float2bfloat16_rn(largest / WINDOW_MAX_CODE);
+  const __nv_bfloat16 rounded = __float2bfloat16_rn(largest / TAIL_MAX_CODE);
   const float unit = __bfloat162float(rounded);
   uint32_t word = 0;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     const float ratio = unit > 0.0f ? rintf(x[i] / unit) : 0.0f;
     const float code =
-        fminf(fmaxf(ratio, -WINDOW_MAX_CODE), float(WINDOW_MAX_CODE));
+        fminf(fmaxf(ratio, -TAIL_MAX_CODE), float(TAIL_MAX_CODE));
     word |= (uint32_t(int(code)) & 0xFFu) << (8 * i);
   }
   if (!is_written) return;
@@ -203,11 +203,11 @@ __device__ __forceinline__ void write_group(const float (&x)[kVector],
 //   token.
 template <bool kIsBf16>
 __device__ __forceinline__ void write_vector(const KernelParams& p,
-                                             const WindowSequence& s,
+                                             const TailSequence& s,
                                              int first_position, int item,
                                              int num_items) {
   using T = std::conditional_t<kIsBf16, __nv_bfloat16, __half>;
-  const StoreWindow& w = p.window;
+  const StoreTail& w = p.tail;
   const int own = min(item, num_items - 1);
   const bool is_key = own % 2 == 0;
   int kv_head;
@@ -229,8 +229,8 @@ __device__ __forceinline__ void write_vector(const KernelParams& p,
   const int row = unsigned(position.index) % unsigned(w.num_rows);
   uint8_t* page = w.page(s.block, kv_head);
   uint8_t* codes = page + (is_key ? w.keys : w.values) + row * HEAD_SIZE;
-  uint8_t* scales = page + (is_key ? w.key_scales : w.value_scales) +
-                    row * (2 * kWindowGroups);
+  uint8_t* scales =
+      page + (is_key ? w.key_scales : w.value_scales) + row * (2 * kTailGroups);
 #pragma unroll
   for (int j = 0; j < kRowChunks; ++j) {
     float4 x = {}, m = {};
@@ -251,12 +251,11 @@ __device__ __forceinline__ void write_vector(const KernelParams& p,
 // Write rows of a sequence's tokens, in one of the sequence's writing blocks.
 template <bool kIsBf16>
 __device__ __forceinline__ void write_rows(const KernelParams& p,
-                                           const WindowSequence& s,
-                                           int writer) {
-  const int first_position = s.first_written(p.window);
+                                           const TailSequence& s, int writer) {
+  const int first_position = s.first_written(p.tail);
   const int num_items = (s.seq_len - first_position) * p.num_kv_heads * 2;
   const int warps = int(blockDim.x) / 32;
-  const int stride = p.window_writers * warps * kRowVectors;
+  const int stride = p.tail_writers * warps * kRowVectors;
 #pragma unroll 1
   for (int i = (writer * warps + int(threadIdx.x) / 32) * kRowVectors;
        i < num_items; i += stride) {
@@ -265,14 +264,13 @@ __device__ __forceinline__ void write_rows(const KernelParams& p,
   }
 }
 
-// Do a block's work for the recent windows. It reads no row of the step's own
+// Do a block's work for the tails. It reads no row of the step's own
 // tokens, and nothing that the store writes.
 template <bool kIsBf16>
-__device__ __forceinline__ void update_window(const KernelParams& p,
-                                              int block) {
-  const int seq = unsigned(block) / unsigned(1 + p.window_writers);
-  const int role = block - seq * (1 + p.window_writers);
-  const WindowSequence s(p, seq);
+__device__ __forceinline__ void update_tail(const KernelParams& p, int block) {
+  const int seq = unsigned(block) / unsigned(1 + p.tail_writers);
+  const int role = block - seq * (1 + p.tail_writers);
+  const TailSequence s(p, seq);
   const bool has_page = s.block != 0 && s.seq_len > 0;
   if (role > 0) {
     if (has_page) write_rows<kIsBf16>(p, s, role - 1);
@@ -281,18 +279,18 @@ __device__ __forceinline__ void update_window(const KernelParams& p,
   // All layers have the same lengths. The kernel that reads those of the layer
   // before had ended when this kernel's wait ended.
   const int count = has_page ? count_rows(p, s) : 0;
-  if (threadIdx.x == 0) p.window.packed_lens[seq] = s.seq_len - count;
+  if (threadIdx.x == 0) p.tail.packed_lens[seq] = s.seq_len - count;
 }
 
-// Set the blocks of windows, for a launch of so many threads per block.
-inline void set_window_blocks(KernelParams& p, int threads) {
-  if (RECENT_WINDOW == 0 || p.num_seqs == 0) return;
+// Set the blocks of tails, for a launch of so many threads per block.
+inline void set_tail_blocks(KernelParams& p, int threads) {
+  if (WITH_TAIL == 0 || p.num_seqs == 0) return;
   const int vectors = threads / 32 * kRowVectors;  // of a block at once
   const int64_t all = int64_t(p.num_tokens) * p.num_kv_heads * 2;
   const int64_t writers = (all + int64_t(vectors) * p.num_seqs - 1) /
                           (int64_t(vectors) * p.num_seqs);
-  p.window_writers = std::clamp<int64_t>(writers, 1, kMaxWindowWriters);
-  p.window_blocks = p.num_seqs * (1 + p.window_writers);
+  p.tail_writers = std::clamp<int64_t>(writers, 1, kMaxTailWriters);
+  p.tail_blocks = p.num_seqs * (1 + p.tail_writers);
 }
 
 }  // namespace turbo

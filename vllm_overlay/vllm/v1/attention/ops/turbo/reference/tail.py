@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window in PyTorch: the executable form of ``formats.window``.
+"""The tail in PyTorch: the executable form of ``formats.tail``.
 
 Shapes: R rows of a page, H KV heads, D the head size, G = D / 16 scales of a vector.
 """
@@ -9,8 +9,8 @@ import torch
 
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TILE_TOKENS, TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
-from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, WindowFormat
+from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, TailFormat
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.reference.cache import tile_addresses
 
@@ -40,12 +40,12 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (groups * scales.float()[..., None]).flatten(-2)
 
 
-def planes(page: torch.Tensor, window_format: WindowFormat) -> list[torch.Tensor]:
+def planes(page: torch.Tensor, tail_format: TailFormat) -> list[torch.Tensor]:
     """Views of a page's planes.
 
     Args:
         page: (H, N, C) uint8; each head is contiguous.
-        window_format: The layout of the planes.
+        tail_format: The layout of the planes.
 
     Returns:
         K and V (H, R, D) int8, their scales (H, R, G) bf16, tags (H, R, bytes of K
@@ -53,10 +53,10 @@ def planes(page: torch.Tensor, window_format: WindowFormat) -> list[torch.Tensor
 
     """
     flat = page.view(page.shape[0], -1)
-    rows = window_format.num_rows
+    rows = tail_format.num_rows
     views = [
         flat[:, start : start + rows * width].unflatten(1, (rows, width))
-        for start, width in zip(window_format.plane_offsets, window_format.row_widths)
+        for start, width in zip(tail_format.plane_offsets, tail_format.row_widths)
     ]
     types = (torch.int8,) * 2 + (torch.bfloat16,) * 2 + (torch.uint8, torch.int32)
     views = [view.view(dtype) for view, dtype in zip(views, types)]
@@ -90,8 +90,8 @@ def key_codes(
     return pages[blocks[:, None], :, addresses].movedim(-1, 0)
 
 
-def update_window(
-    update: WindowUpdate,
+def update_tail(
+    update: TailUpdate,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     key: torch.Tensor,
@@ -102,7 +102,7 @@ def update_window(
     """Count the valid rows, and write the rows of a step's tokens.
 
     Args:
-        update: The windows of the step's sequences; ``packed_lens`` is written.
+        update: The tails of the step's sequences; ``packed_lens`` is written.
         kv_cache: (num_blocks, H, N, C) uint8, in which the step's tokens are stored.
         slot_mapping: (T,), slots of the tokens; a token with -1 is not stored, and has
             no row.
@@ -112,26 +112,26 @@ def update_window(
         key_offset: The offset that is taken off K; None for none.
 
     """
-    window, device = update.window, kv_cache.device
+    tail, device = update.tail, kv_cache.device
     starts, seq_lens = update.query_start_loc.tolist(), update.seq_lens.tolist()
     for row, (begin, end, seq_len) in enumerate(zip(starts, starts[1:], seq_lens)):
-        window.packed_lens[row] = seq_len
-        block = int(window.blocks[row])
+        tail.packed_lens[row] = seq_len
+        block = int(tail.blocks[row])
         if block == 0 or seq_len <= 0:
             continue
-        rows = planes(window.pages[block], window.format)
+        rows = planes(tail.pages[block], tail.format)
         table = update.block_table[row]
-        num_rows = window.format.num_rows
+        num_rows = tail.format.num_rows
         # A padded sequence may be shorter than its query.
         first_own = max(seq_len - (end - begin), 0)
         # Rows that the step's own tokens overwrite do not count.
-        count = min(window.num_tokens, num_rows - (end - begin), first_own)
+        count = min(tail.num_tokens, num_rows - (end - begin), first_own)
         if count > 0:
             # Backwards from the newest token.
             positions = first_own - 1 - torch.arange(count, device=device)
             packed = key_codes(kv_cache, table, positions, layout)
             valid = _is_valid(rows, positions, packed)
-            window.packed_lens[row] -= int(valid.int().cumprod(0).sum())
+            tail.packed_lens[row] -= int(valid.int().cumprod(0).sum())
         first = max(first_own, seq_len - num_rows)
         positions = torch.arange(first, seq_len, device=device)
         tokens = end - seq_len + positions
@@ -181,20 +181,20 @@ def _write(
         plane[:, positions % plane.shape[1]] = new
 
 
-def load_window(
-    window: RecentWindow, row: int, positions: torch.Tensor
+def load_tail(
+    tail: Tail, row: int, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K less its offset, and V, from valid rows: each (T, H, D) fp32.
 
     Args:
-        window: The windows of several sequences.
+        tail: The tails of several sequences.
         row: The index of one of these sequences.
         positions: (T,), positions in the sequence.
 
     """
-    page = window.pages[int(window.blocks[row])]
-    rows = planes(page, window.format)
-    own = positions % window.format.num_rows
+    page = tail.pages[int(tail.blocks[row])]
+    rows = planes(page, tail.format)
+    own = positions % tail.format.num_rows
     key, value, key_scales, value_scales = (plane[:, own] for plane in rows[:4])
     return (
         dequantize_rows(key, key_scales).transpose(0, 1),

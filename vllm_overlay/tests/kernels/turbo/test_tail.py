@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window: rows that count, their content, and attention to them."""
+"""The tail: rows that count, their content, and attention to them."""
 
 import math
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.choose import triton_kernels
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
-from vllm.v1.attention.ops.turbo.formats.window import MAX_CODE, MAX_ROWS, WindowFormat
+from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, MAX_ROWS, TailFormat
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     KeyOffset,
@@ -23,12 +23,12 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreCall,
 )
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
-from vllm.v1.attention.ops.turbo.reference.window import (
+from vllm.v1.attention.ops.turbo.reference.tail import (
     dequantize_rows,
-    load_window,
+    load_tail,
     planes,
     quantize_rows,
-    update_window,
+    update_tail,
 )
 
 from .attention_utils import assert_by_2x_rule, attend_by, rotate_query
@@ -62,9 +62,9 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def store_by_torch(call: StoreCall) -> None:
     """A ``StoreFn`` in PyTorch, without queries."""
-    reference.store(call._replace(window=None))
-    if call.window is not None:
-        update_window(call.window, *call[:5], call.key_offset)
+    reference.store(call._replace(tail=None))
+    if call.tail is not None:
+        update_tail(call.tail, *call[:5], call.key_offset)
 
 
 def attend_by_torch(*args, **options) -> None:
@@ -74,16 +74,16 @@ def attend_by_torch(*args, **options) -> None:
 
 def store_by_triton(call: StoreCall) -> None:
     """Store with Triton on a GPU. In the interpreter, which takes seconds for a store,
-    the reference stores and Triton updates the window alone.
+    the reference stores and Triton updates the tail alone.
     """
     if ON_GPU:
         triton_kernels().store(call)
         return
-    from vllm.v1.attention.ops.turbo.triton import window as triton_window
+    from vllm.v1.attention.ops.turbo.triton import tail as triton_tail
 
-    reference.store(call._replace(window=None))
-    if call.window is not None:
-        triton_window.update_window(call.window, *call[:5], call.key_offset)
+    reference.store(call._replace(tail=None))
+    if call.tail is not None:
+        triton_tail.update_tail(call.tail, *call[:5], call.key_offset)
 
 
 def attend_by_triton(*args, **options) -> None:
@@ -107,7 +107,7 @@ class Scene:
         lengths: Lengths of the sequences in tokens.
         keys: K last stored at each position of each sequence, (T, H, D).
         values: V likewise.
-        last_window: The window of the last step, with its packed lengths.
+        last_tail: The tail of the last step, with its packed lengths.
         query_start_loc: (num_seqs + 1,) int32, first tokens of the sequences in the
             last step.
 
@@ -125,9 +125,9 @@ class Scene:
         sliding_window: int | None = None,
         **cache_options,
     ) -> None:
-        """``num_tokens``: tokens that the window holds; ``table``: the offset of K."""
+        """``num_tokens``: tokens that the tail holds; ``table``: the offset of K."""
         self.layout, self.block_size, self.dtype = layout, block_size, dtype
-        self.format = WindowFormat(layout, block_size, sliding_window)
+        self.format = TailFormat(layout, block_size, sliding_window)
         self.num_tokens, self.table = num_tokens, table
         # The first block is the null block.
         num_blocks = 1 + num_seqs * (max_blocks + 1)
@@ -147,19 +147,17 @@ class Scene:
         ]
         self.values = [torch.zeros_like(x) for x in self.keys]
         self.num_steps = 0
-        self.last_window = self.window()
+        self.last_tail = self.tail()
         self.query_start_loc = self.ints([0])
 
     def ints(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-    def window(self, cache: torch.Tensor | None = None) -> RecentWindow:
-        """The window of the next step, whose packed lengths are to be written."""
+    def tail(self, cache: torch.Tensor | None = None) -> Tail:
+        """The tail of the next step, whose packed lengths are to be written."""
         packed_lens = self.ints([-7] * (len(self.lengths) + 1))
         cache = self.cache if cache is None else cache
-        return RecentWindow(
-            cache, self.blocks, packed_lens, self.format, self.num_tokens
-        )
+        return Tail(cache, self.blocks, packed_lens, self.format, self.num_tokens)
 
     def offset(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> KeyOffset | None:
         return None if self.table is None else KeyOffset(self.table, seq_lens, starts)
@@ -187,7 +185,7 @@ class Scene:
                 plus the new tokens.
 
         Returns:
-            Number of tokens of each sequence's window that count.
+            Number of tokens of each sequence's tail that count.
 
         """
         self.num_steps += 1
@@ -215,7 +213,7 @@ class Scene:
         expected = self.cache.clone(memory_format=torch.preserve_format)
         found = []
         for name, cache in (("torch", expected), (path, self.cache)):
-            self.last_window = window = self.window(cache)
+            self.last_tail = tail = self.tail(cache)
             call = StoreCall(
                 cache,
                 slot_mapping,
@@ -223,10 +221,10 @@ class Scene:
                 value,
                 self.layout,
                 key_offset=self.offset(seq_lens, starts),
-                window=WindowUpdate(window, self.block_table, seq_lens, starts),
+                tail=TailUpdate(tail, self.block_table, seq_lens, starts),
             )
             PATHS[name][0](call)
-            found.append(window.packed_lens.tolist())
+            found.append(tail.packed_lens.tolist())
         assert torch.equal(self.cache, expected)
         assert found[0] == found[1]
         assert found[0][-1] == -7
@@ -236,13 +234,13 @@ class Scene:
         """The planes of a sequence's page."""
         return planes(self.cache[int(self.blocks[row])], self.format)
 
-    def recent(self, row: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
-        """K without its offset, and V, of a sequence's rows in the window."""
+    def tail_rows(self, row: int, first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """K without its offset, and V, of a sequence's rows in the tail."""
         positions = torch.arange(first, last, device=DEVICE)
-        return load_window(self.window(), row, positions)
+        return load_tail(self.tail(), row, positions)
 
     def overwrite(self, row: int, position: int) -> None:
-        """Store another token at a position without an update of the window."""
+        """Store another token at a position without an update of the tail."""
         slots = slots_of(self.block_table[row], position, position + 1, self.block_size)
         x = gaussian(1, NUM_KV_HEADS, self.layout.head_size, dtype=BF16, seed=99)
         reference.store(StoreCall(self.cache, slots, x, x, self.layout))
@@ -265,18 +263,18 @@ def error_bound(x: torch.Tensor) -> torch.Tensor:
 def test_planes_of_a_page(name, head_size, block_size):
     """Planes fit the page and do not overlap; one more row would not fit."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
-    window_format = WindowFormat(layout, block_size)
-    rows, widths = window_format.num_rows, window_format.row_widths
+    tail_format = TailFormat(layout, block_size)
+    rows, widths = tail_format.num_rows, tail_format.row_widths
     assert 4 <= rows <= MAX_ROWS
-    offsets = (*window_format.plane_offsets, window_format.page_bytes)
+    offsets = (*tail_format.plane_offsets, tail_format.page_bytes)
     assert not any(offset % 16 for offset in offsets)
     for width, offset, end in zip(widths, offsets, offsets[1:]):
         assert offset + rows * width <= end
     if rows < MAX_ROWS:
         padded = sum(-(-(rows + 1) * width // 16) * 16 for width in widths[:-1])
-        assert padded + (rows + 1) * widths[-1] > window_format.page_bytes
+        assert padded + (rows + 1) * widths[-1] > tail_format.page_bytes
     page = torch.zeros(2, block_size, layout.slot_size, dtype=torch.uint8)
-    views = planes(page, window_format)
+    views = planes(page, tail_format)
     for index, view in enumerate(views):
         assert view.shape[:2] == (2, rows)
         view.view(torch.uint8).fill_(index + 1)
@@ -324,7 +322,7 @@ def test_rows_hold_the_newest_tokens(name, head_size, dtype, path):
     assert scene.step(lengths, path, key=key, value=value) == [0, 0]
     for row, length in enumerate(lengths):
         first = max(length - rows, 0)
-        found = scene.recent(row, first, length)
+        found = scene.tail_rows(row, first, length)
         for x, known in zip(found, (scene.keys[row], scene.values[row])):
             known = known[first:length].float()
             near = (x - known).abs() <= error_bound(known) + 2.0**-110
@@ -372,7 +370,7 @@ def test_drafts_that_are_rejected(path):
     scene.lengths = [22]
     assert scene.step([1], path) == [rows - 2]
     assert scene.step([1], path) == [rows - 1]
-    key, value = scene.recent(0, 20, 22)
+    key, value = scene.tail_rows(0, 20, 22)
     for x, known in ((key, scene.keys[0]), (value, scene.values[0])):
         known = known[20:22].float()
         assert ((x - known).abs() <= error_bound(known)).all()
@@ -524,7 +522,7 @@ def test_offset_of_keys(name, num_segments, path):
     first, last = SEGMENT - 2, SEGMENT + 3
     own = [0] * 2 + [min(1, num_segments - 1)] * 3
     known = scene.keys[0][first:last].float() - table[own]
-    found, _ = scene.recent(0, first, last)
+    found, _ = scene.tail_rows(0, first, last)
     assert ((found - known).abs() <= error_bound(known)).all()
 
 
@@ -581,7 +579,7 @@ def attend(
         output,
         newest,
         offset,
-        scene.last_window,
+        scene.last_tail,
         **options,
     )
     return output
@@ -592,13 +590,13 @@ def seen_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V, (T, H, D) fp32, that a sequence's queries should attend to."""
     first_own = scene.lengths[row] - (tokens.stop - tokens.start)
-    num_recent = scene.lengths[row] - int(scene.last_window.packed_lens[row])
-    num_packed = first_own - num_recent
+    num_tail = scene.lengths[row] - int(scene.last_tail.packed_lens[row])
+    num_packed = first_own - num_tail
     parts = [
         load_context(scene.cache, scene.block_table[row], num_packed, scene.layout)
     ]
-    if num_recent > 0:
-        parts.append(scene.recent(row, num_packed, first_own))
+    if num_tail > 0:
+        parts.append(scene.tail_rows(row, num_packed, first_own))
     keys, values = (torch.cat(side) for side in zip(*parts))
     if scene.table is not None:
         segments = torch.arange(first_own, device=DEVICE) // SEGMENT
@@ -653,7 +651,7 @@ ATTENDED = [("turbo4", 64), ("turbo3", 64), ("turbo4", 80), ("turbo3", 128)]
 @pytest.mark.parametrize("name, head_size", ATTENDED)
 @pytest.mark.parametrize("num_tokens", [0, 5, MAX_ROWS - 1])
 def test_decoding(name, head_size, num_tokens, path):
-    """Contexts are longer or shorter than the window; one request has no page."""
+    """Contexts are longer or shorter than the tail; one request has no page."""
     scene = Scene(small(name, head_size), 4, num_tokens, dtype=FP16)
     rows = scene.format.num_rows
     scene.blocks[3] = 0
@@ -675,7 +673,7 @@ QUERIES = {
 @packings
 @pytest.mark.parametrize("contexts, query_lens", QUERIES.values(), ids=QUERIES)
 def test_several_query_tokens(name, contexts, query_lens, path):
-    """Each query token sees all of the window, which their number does not shift."""
+    """Each query token sees all of the tail, which their number does not shift."""
     scene = Scene(small(name), len(contexts), num_tokens=4, block_size=32)
     scene.step(contexts)
     padding = [row for row, context in enumerate(contexts) if context == 0]
@@ -692,7 +690,7 @@ def test_several_query_tokens(name, contexts, query_lens, path):
 @all_paths
 @packings
 @pytest.mark.parametrize("with_offset", [False, True], ids=["", "offset"])
-def test_window_of_the_whole_context(name, with_offset, path):
+def test_tail_of_the_whole_context(name, with_offset, path):
     """No token is packed, so that the output is exact up to roundings to fp32. Kernels
     take several steps for the longest context.
     """
@@ -718,7 +716,7 @@ def test_window_of_the_whole_context(name, with_offset, path):
 @packings
 @pytest.mark.parametrize("num_segments", [1, 2])
 def test_offset_in_scores(name, num_segments, path):
-    """A window begins in one segment of the offset and ends in the next."""
+    """A tail begins in one segment of the offset and ends in the next."""
     table = make_offset(num_segments, 64)
     blocks = SEGMENT // 32 + 1
     scene = Scene(small(name), 1, 6, 32, blocks, dtype=FP16, table=table)
@@ -734,7 +732,7 @@ def test_offset_in_scores(name, num_segments, path):
 
 @all_paths
 def test_soft_cap(path):
-    """The cap applies to packed tokens, the recent window and the newest tokens."""
+    """The cap applies to packed tokens, the tail and the newest tokens."""
     scene = Scene(small(), 3, num_tokens=4, dtype=FP16)
     scene.step([30, 5, 1])
     assert scene.step([2] * 3) == [4, 4, 1]
@@ -759,7 +757,7 @@ SLIDING = [(40, [1] * 4), (9, [3, 1, 2, 3]), (7, [1] * 4), (5, [3] * 4)]
 @packings
 @pytest.mark.parametrize("sliding_window, query_lens", SLIDING)
 def test_sliding_window(name, sliding_window, query_lens, path):
-    """The recent window lies in the sliding window; packed tokens before it stay."""
+    """The tail lies in the sliding window; packed tokens before it stay."""
     scene = Scene(
         small(name), 4, block_size=32, dtype=FP16, sliding_window=sliding_window
     )
@@ -776,7 +774,7 @@ def test_sliding_window(name, sliding_window, query_lens, path):
 @pytest.mark.parametrize("query_lens", [[1] * 3, [2] * 3])
 @pytest.mark.parametrize("feature", ["sinks", "offset", "soft cap"])
 def test_features_beside_a_sliding_window(query_lens, feature, path):
-    """Windows that cross a border of the offset's segments, or lie in one."""
+    """Tails that cross a border of the offset's segments, or lie in one."""
     window, options = 24, {}
     table = make_offset(3, 64) if feature == "offset" else None
     if feature == "sinks":
@@ -792,8 +790,8 @@ def test_features_beside_a_sliding_window(query_lens, feature, path):
 
 
 @requires_triton
-def test_triton_store_updates_the_window():
-    """Triton's entry point updates the window after its launch, from the new bytes."""
+def test_triton_store_updates_the_tail():
+    """Triton's entry point updates the tail after its launch, from the new bytes."""
     scene = Scene(small("turbo3"), num_seqs=2)
     scene.step([9, 4])
     store = PATHS["triton"][0]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention to the tokens of a recent window: a part of the merge.
+"""Attention to the tokens of a tail: a part of the merge.
 
-``formats.window`` has the layout of rows.
+``formats.tail`` has the layout of rows.
 """
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
-from vllm.v1.attention.ops.turbo.triton.window_kernel import GROUP
+from vllm.v1.attention.ops.turbo.triton.tail_kernel import GROUP
 
 
 @triton.jit
@@ -61,14 +61,14 @@ def _missing_scores(
 
 
 @triton.jit
-def attend_to_window(
+def attend_to_tail(
     query_row_ptr,  # [R] pointers to queries that are not rotated
     page_ptr,  # [R] uint8 pointers to the pages of the rows' sequences and KV heads
-    planes,  # ``merge_kernel.WindowPlanes``
-    offset_ptr,  # [G, H, D] fp32, taken off the window's keys, or None
+    planes,  # ``merge_kernel.TailPlanes``
+    offset_ptr,  # [G, H, D] fp32, taken off the tail's keys, or None
     kv_head,  # [R]
-    first_position,  # [R], position of the window's first token
-    num_tokens,  # [R], tokens of the window
+    first_position,  # [R], position of the tail's first token
+    num_tokens,  # [R], tokens of the tail
     scoring,  # ``merge_kernel.ScoreFactors``
     num_segments,
     num_rows,
@@ -78,7 +78,7 @@ def attend_to_window(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend from rows to the tokens of their windows, by an online softmax.
+    """Attend from rows to the tokens of their tails, by an online softmax.
 
     Returns:
         The largest score, -inf without tokens; the sum of the weights relative to it;
@@ -95,7 +95,7 @@ def attend_to_window(
     p_query = query_row_ptr[:, None, None] + coordinate
     query = tl.load(p_query, mask=query_mask, other=0.0).to(tl.float32)
     if offset_ptr is not None:
-        # A window has tokens of at most two segments.
+        # A tail has tokens of at most two segments.
         missing = _missing_scores(
             query,
             offset_ptr,

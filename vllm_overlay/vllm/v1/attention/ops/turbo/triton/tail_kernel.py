@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # mypy: disable-error-code="no-redef"
-"""The kernel of ``triton.window``.
+"""The kernel of ``triton.tail``.
 
 Names of blocks of values begin with ``b_``, of indices with ``o_``, of masks with
 ``m_``.
@@ -13,14 +13,14 @@ import torch
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP
-from vllm.v1.attention.ops.turbo.formats import window as wf
+from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, MAX_ROWS
 from vllm.v1.attention.ops.turbo.triton.pages import TILE, tile_pointers
 from vllm.v1.attention.ops.turbo.triton.scales import round_to_integer
 
 # Coordinates that share a scale.
 GROUP = tl.constexpr(SCALE_GROUP)
-_MAX_CODE = tl.constexpr(float(wf.MAX_CODE))
-_MAX_ROWS = tl.constexpr(wf.MAX_ROWS)
+_MAX_CODE = tl.constexpr(float(MAX_CODE))
+_MAX_ROWS = tl.constexpr(MAX_ROWS)
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 # Rows that a program writes at a time.
 _BLOCK_T = tl.constexpr(8)
@@ -70,7 +70,7 @@ def _store_rows(
     o_group,  # [G]
     HEAD_SIZE: tl.constexpr,
 ):
-    """Quantise vectors to 8 bits, as ``reference.window.quantize_rows`` does."""
+    """Quantise vectors to 8 bits, as ``reference.tail.quantize_rows`` does."""
     NUM_GROUPS: tl.constexpr = HEAD_SIZE // GROUP
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, -_FP32_MAX), _FP32_MAX)
@@ -276,7 +276,7 @@ def _write_rows(
         "packed_lens_ptr",
     ],
 )
-def window_kernel(
+def tail_kernel(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The recent window: one launch counts and writes its rows, after the store's launch.
+"""The tail: one launch counts and writes its rows, after the store's launch.
 
-The rows equal those of ``reference.window`` bit for bit. ``formats.window`` has their
+The rows equal those of ``reference.tail`` bit for bit. ``formats.tail`` has their
 layout.
 """
 
@@ -11,36 +11,36 @@ import torch
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.formats import window as wf
 from vllm.v1.attention.ops.turbo.formats.pages import check_pages
-from vllm.v1.attention.ops.turbo.formats.recent import RecentWindow, WindowUpdate
+from vllm.v1.attention.ops.turbo.formats.tail import MAX_ROWS
+from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 from vllm.v1.attention.ops.turbo.interface import KeyOffset
 from vllm.v1.attention.ops.turbo.triton.pages import tile_layout
-from vllm.v1.attention.ops.turbo.triton.window_kernel import (
+from vllm.v1.attention.ops.turbo.triton.tail_kernel import (
     KeyWords,
     RowPlanes,
     RowStrides,
-    window_kernel,
+    tail_kernel,
 )
 
 # The most words that a program compares at a time.
 _MAX_COMPARED = 8192
 
 
-def check_window(window: RecentWindow, head_size: int, num_kv_heads: int) -> None:
-    """Check the kernels' preconditions on a layer's recent window."""
-    pages, blocks, packed_lens, window_format, num_tokens = window
-    check_pages(pages, window_format.layout)
-    assert window_format.layout.head_size == head_size, (window_format, head_size)
+def check_tail(tail: Tail, head_size: int, num_kv_heads: int) -> None:
+    """Check the kernels' preconditions on a layer's tail."""
+    pages, blocks, packed_lens, tail_format, num_tokens = tail
+    check_pages(pages, tail_format.layout)
+    assert tail_format.layout.head_size == head_size, (tail_format, head_size)
     assert pages.shape[1] == num_kv_heads, (pages.shape, num_kv_heads)
-    assert pages.shape[2] == window_format.block_size, (pages.shape, window_format)
-    assert 0 <= num_tokens < wf.MAX_ROWS, num_tokens
+    assert pages.shape[2] == tail_format.block_size, (pages.shape, tail_format)
+    assert 0 <= num_tokens < MAX_ROWS, num_tokens
     for x in (blocks, packed_lens):
         assert x.dtype == torch.int32 and x.is_contiguous(), (x.dtype, x.stride())
 
 
-def update_window(
-    update: WindowUpdate,
+def update_tail(
+    update: TailUpdate,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     key: torch.Tensor,
@@ -51,7 +51,7 @@ def update_window(
     """Count the valid rows, and write the rows of a step's tokens.
 
     Args:
-        update: The windows of the step's R sequences; ``packed_lens`` is written.
+        update: The tails of the step's R sequences; ``packed_lens`` is written.
         kv_cache: (num_blocks, H, N, C) uint8, in which the step's tokens are stored;
             see ``check_pages``.
         slot_mapping: (T,) int64, slots of the tokens; a token with -1 has no row.
@@ -61,46 +61,46 @@ def update_window(
         key_offset: The offset that is taken off K; None for none.
 
     """
-    window, block_table, seq_lens, query_start_loc = update
+    tail, block_table, seq_lens, query_start_loc = update
     num_seqs, num_kv_heads = query_start_loc.shape[0] - 1, key.shape[1]
     check_pages(kv_cache, layout)
-    check_window(window, layout.head_size, num_kv_heads)
-    assert window.format.layout == layout, (window.format, layout)
+    check_tail(tail, layout.head_size, num_kv_heads)
+    assert tail.format.layout == layout, (tail.format, layout)
     assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
     assert block_table.stride(1) == key.stride(2) == value.stride(2) == 1
-    lengths = [len(x) for x in (seq_lens, window.blocks, window.packed_lens)]
+    lengths = [len(x) for x in (seq_lens, tail.blocks, tail.packed_lens)]
     assert min(lengths) >= num_seqs, (lengths, num_seqs)
     if num_seqs == 0:
         return
     table = None if key_offset is None else key_offset.table
     assert table is None or table.is_contiguous() and table.shape[1:] == key.shape[1:]
-    window_format = window.format
+    tail_format = tail.format
     word_bytes = 4 if layout.key_code_bytes % 4 == 0 else 2
     num_words = layout.key_code_bytes // word_bytes
     block_w = triton.next_power_of_2(num_words)
-    block_h = max(1, _MAX_COMPARED // (wf.MAX_ROWS * block_w))
-    _, *planes = window_format.plane_offsets
-    window_kernel[(num_seqs, num_kv_heads + 1)](
+    block_h = max(1, _MAX_COMPARED // (MAX_ROWS * block_w))
+    _, *planes = tail_format.plane_offsets
+    tail_kernel[(num_seqs, num_kv_heads + 1)](
         key,
         value,
         kv_cache,
-        window.pages,
+        tail.pages,
         slot_mapping,
         block_table,
         seq_lens,
         query_start_loc,
-        window.blocks,
-        window.packed_lens,
+        tail.blocks,
+        tail.packed_lens,
         table,
         slot_mapping.shape[0],
         0 if table is None else table.shape[0],
-        window.num_tokens,
-        window_format.num_rows,
+        tail.num_tokens,
+        tail_format.num_rows,
         kv_cache.shape[2],
         RowPlanes(*planes),
         RowStrides(*key.stride()[:2], *value.stride()[:2]),
         *kv_cache.stride()[:2],
-        *window.pages.stride()[:2],
+        *tail.pages.stride()[:2],
         block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         LAYOUT=tile_layout(layout),

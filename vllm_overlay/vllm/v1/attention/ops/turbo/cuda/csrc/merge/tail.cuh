@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention of a block's rows to their sequence's tokens in the recent window,
+// Attention of a block's rows to their sequence's tokens in the tail,
 // which the splits leave out. Rows of one query token and KV head share these
 // tokens. Their warps divide the tokens, not the rows.
 #pragma once
 
-#include "merge/recent_scores.cuh"
+#include "merge/tail_scores.cuh"
 
 namespace turbo {
 
-static_assert(WINDOW_MAX_ROWS <= OFFSET_SEGMENT,
-              "a window's tokens may have more than two offsets");
+static_assert(TAIL_MAX_ROWS <= OFFSET_SEGMENT,
+              "a tail's tokens may have more than two offsets");
 
 // Load a scale, bypassing L1.
 __device__ __forceinline__ float load_scale(const uint8_t* scales, int group) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ float dot(const float4& a, const float4& b) {
 
 // The part that a row's scores lack where an offset was taken off K.
 // Neighbouring tokens have one offset, or a second one from a position on.
-struct RecentOffset {
+struct TailOffset {
   float first, last;
   int last_start;
 
@@ -60,70 +60,70 @@ struct RecentOffset {
   }
 };
 
-// A warp's sums over the window's tokens.
-struct RecentSums {
+// A warp's sums over the tail's tokens.
+struct TailSums {
   union {
-    RecentTile tile;
-    float4 value[kRecentHeads][HEAD_SIZE / kVector];
+    TailTile tile;
+    float4 value[kTailHeads][HEAD_SIZE / kVector];
   };
-  float largest[kRecentHeads], total[kRecentHeads];  // as in Newest
+  float largest[kTailHeads], total[kTailHeads];  // as in Newest
 };
 
-struct RecentShared {
-  RecentSums sums[kMergeWarps];
-  RecentOffset offsets[kMergeWarps];  // by row
+struct TailShared {
+  TailSums sums[kMergeWarps];
+  TailOffset offsets[kMergeWarps];  // by row
 };
 
 // Neighbouring rows of a block that attend together, and their warps.
-struct RecentRows {
+struct TailRows {
   int first;        // in the block
   int first_head;   // its query head
-  int count;        // up to kRecentHeads
+  int count;        // up to kTailHeads
   int warp, warps;  // this warp and their number; it has no row if past them
 
   // index, head: those of the warp's own row.
-  __device__ __forceinline__ RecentRows(const MergeParams& p, int first_row,
-                                        int index, int head, int own_warp) {
+  __device__ __forceinline__ TailRows(const MergeParams& p, int first_row,
+                                      int index, int head, int own_warp) {
     const int group = unsigned(index) / unsigned(p.heads_per_kv);
     const int start = max(group * p.heads_per_kv, first_row);
     const int end = min((group + 1) * p.heads_per_kv,
                         first_row + (kMergeWarps >> p.row_shift));
-    const int own = (index - start) % kRecentHeads;
+    const int own = (index - start) % kTailHeads;
     first = index - own - first_row;
     first_head = head - own;
-    count = min(end - (index - own), kRecentHeads);
+    count = min(end - (index - own), kTailHeads);
     warp = own_warp - (first << p.row_shift);
     warps = count << p.row_shift;
   }
 };
 
-// The tokens of a sequence that the window has.
-struct RecentRange {
+// The tokens of a sequence that the tail has.
+struct TailRange {
   int position, count;  // of the first token; of tokens
   int row;              // of the first token, in the page
 
-  __device__ __forceinline__ RecentRange(const MergeParams& p, int seq,
-                                         int query_len) {
+  __device__ __forceinline__ TailRange(const MergeParams& p, int seq,
+                                       int query_len) {
     const int packed_len = __ldcg(p.packed_lens + seq);
     count = p.seq_lens[seq] - packed_len;
     position = packed_len - query_len;
-    row = unsigned(max(position, 0)) % unsigned(p.window.num_rows);
+    row = unsigned(max(position, 0)) % unsigned(p.tail.num_rows);
   }
 };
 
 // A lane's sums over tokens: kVector coordinates of each chunk, for each head.
 // With 64 coordinates each half of a warp has every other token.
-struct RecentValues {
-  static constexpr int kSteps = kRecentTokens / kSideBySide;
-  static constexpr int kOwnGroups = kWindowGroups / 4;
+struct TailValues {
+  static constexpr int kSteps = kTailTokens / kSideBySide;
+  static constexpr int kOwnGroups = kTailGroups / 4;
   float scales[kOwnGroups];  // of token lane / 4, in parts of four lanes
-  float4 sum[kRecentHeads][kChunks] = {};
+  float4 sum[kTailHeads][kChunks] = {};
 
   // row: that of token lane / 4.
-  __device__ __forceinline__ void load_scales(const WindowPages& window,
+  __device__ __forceinline__ void load_scales(const TailPages& tail,
                                               const uint8_t* page, int row,
                                               int lane) {
-    const uint8_t* own = page + window.value_scales + row * (2 * kWindowGroups);
+    const uint8_t* own = page + tail.value_scales + row * (2 * kTailGroups);
 #pragma unroll
     for (int i = 0; i < kOwnGroups; ++i)
       scales[i] = load_scale(own, lane % 4 * kOwnGroups + i);
@@ -131,7 +131,7 @@ struct RecentValues {
 
   __device__ __forceinline__ void multiply(const HeadWeights& by) {
 #pragma unroll
-    for (int h = 0; h < kRecentHeads; ++h) {
+    for (int h = 0; h < kTailHeads; ++h) {
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         float4& x = sum[h][j];
@@ -141,14 +141,14 @@ struct RecentValues {
   }
 
   // Add a tile's tokens, with the weights of token lane / 4.
-  __device__ __forceinline__ void add(RecentTile& tile,
-                                      const HeadWeights& weight, int lane) {
+  __device__ __forceinline__ void add(TailTile& tile, const HeadWeights& weight,
+                                      int lane) {
     __syncwarp();  // until keys have been read
 #pragma unroll
     for (int i = 0; i < kOwnGroups; ++i) {
       HeadWeights scaled;
 #pragma unroll
-      for (int h = 0; h < kRecentHeads; ++h)
+      for (int h = 0; h < kTailHeads; ++h)
         scaled.of[h] = weight.of[h] * scales[i];
       tile.weights[lane / 4][lane % 4 * kOwnGroups + i] = scaled;
     }
@@ -164,7 +164,7 @@ struct RecentValues {
             tile.values[token] + lane % kLanes * kVector);
         const float4 code = codes_of(words[32 * j]);
 #pragma unroll
-        for (int h = 0; h < kRecentHeads; ++h) {
+        for (int h = 0; h < kTailHeads; ++h) {
           float4& x = sum[h][j];
           x.x = fmaf(w.of[h], code.x, x.x);
           x.y = fmaf(w.of[h], code.y, x.y);
@@ -175,10 +175,10 @@ struct RecentValues {
     }
   }
 
-  __device__ __forceinline__ void put(RecentSums& shared, int lane) {
+  __device__ __forceinline__ void put(TailSums& shared, int lane) {
     __syncwarp();  // until the tile has been read
 #pragma unroll
-    for (int h = 0; h < kRecentHeads; ++h) {
+    for (int h = 0; h < kTailHeads; ++h) {
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         float4 x = sum[h][j];
@@ -214,7 +214,7 @@ __device__ __forceinline__ HeadWeights of_all_heads(const float (&own)[2],
                                                     int first) {
   HeadWeights all;
 #pragma unroll
-  for (int h = 0; h < kRecentHeads; ++h)
+  for (int h = 0; h < kTailHeads; ++h)
     all.of[h] = __shfl_sync(~0u, own[h % 2], first + h / 2);
   return all;
 }
@@ -222,11 +222,11 @@ __device__ __forceinline__ HeadWeights of_all_heads(const float (&own)[2],
 // Attend to a warp's share of the tokens. Loads bypass L1, which may have data
 // from before the store.
 template <typename T>
-__device__ __forceinline__ void attend_to_range(RecentShared& shared,
+__device__ __forceinline__ void attend_to_range(TailShared& shared,
                                                 const MergeParams& p,
                                                 const uint8_t* page,
-                                                const RecentRange& range,
-                                                const RecentRows& rows,
+                                                const TailRange& range,
+                                                const TailRows& rows,
                                                 int64_t query_token, int lane) {
   const int place = lane / 4, quarter = lane % 4;
   const int column = place % 4, head = 2 * (quarter % 2);
@@ -235,36 +235,36 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
                    query_token * p.query_strides.token +
                    (rows.first_head + column) * p.query_strides.head +
                    quarter * (kKeyColumns / 4);
-  RecentSums& sums = shared.sums[(rows.first << p.row_shift) + rows.warp];
-  RecentValues values;
+  TailSums& sums = shared.sums[(rows.first << p.row_shift) + rows.warp];
+  TailValues values;
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};
 #pragma unroll 1
-  for (int base = kRecentTokens * rows.warp; base < range.count;
-       base += kRecentTokens * rows.warps) {
+  for (int base = kTailTokens * rows.warp; base < range.count;
+       base += kTailTokens * rows.warps) {
     // After the last token, that token is loaded again.
     const auto row_of = [&](int i) {
       const int row = range.row + min(base + i, range.count - 1);
-      return row < p.window.num_rows ? row : row - p.window.num_rows;
+      return row < p.tail.num_rows ? row : row - p.tail.num_rows;
     };
     __syncwarp();  // until values have been read
-    sums.tile.copy(p.window, page, lane, row_of);
+    sums.tile.copy(p.tail, page, lane, row_of);
     const int row = row_of(place);
-    RecentKeyScales key_scales;
-    key_scales.load(p.window, page, row);
-    values.load_scales(p.window, page, row, lane);
-    RecentQuery<T> own_query;
+    TailKeyScales key_scales;
+    key_scales.load(p.tail, page, row);
+    values.load_scales(p.tail, page, row, lane);
+    TailQuery<T> own_query;
     // Queries are loaded while copies are under way, if registers have room.
     if constexpr (kChunks == 1) own_query.load(query, has_query);
     wait_copies<0>();
     __syncwarp();
     if constexpr (kChunks > 1) own_query.load(query, has_query);
     float score[2], rescale[2], weight[2];
-    score_recent<T>(score, sums.tile, key_scales, own_query, lane);
+    score_tail<T>(score, sums.tile, key_scales, own_query, lane);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const bool is_one = base + place < range.count && head + c < rows.count;
       if (p.key_offset != nullptr && is_one) {
-        const RecentOffset& offset = shared.offsets[rows.first + head + c];
+        const TailOffset& offset = shared.offsets[rows.first + head + c];
         score[c] += offset.at(range.position + base + place);
       }
       score[c] = is_one ? p.score_of(score[c]) : -INFINITY;
@@ -281,21 +281,20 @@ __device__ __forceinline__ void attend_to_range(RecentShared& shared,
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const float sum = sum_of_tokens(total[c]);
-    if (lane < kRecentHeads / 2) {
+    if (lane < kTailHeads / 2) {
       sums.largest[head + c] = largest[c];
       sums.total[head + c] = sum;
     }
   }
 }
 
-// Add the window's tokens to a row's newest tokens, from all warps that have
+// Add the tail's tokens to a row's newest tokens, from all warps that have
 // some.
 //
 // sums: those of the rows' first warp and the next ones.
 // head: the row among the rows.
-__device__ __forceinline__ void join_recent(Newest& newest,
-                                            const RecentSums* sums, int warps,
-                                            int head, int lane) {
+__device__ __forceinline__ void join_tail(Newest& newest, const TailSums* sums,
+                                          int warps, int head, int lane) {
   static_assert(kMergeWarps <= 32);
   const bool is_one = lane < warps;
   const float own = is_one ? sums[lane].largest[head] : -INFINITY;
@@ -318,13 +317,13 @@ __device__ __forceinline__ void join_recent(Newest& newest,
   }
 }
 
-// Attention of a block's rows to the window's tokens.
+// Attention of a block's rows to the tail's tokens.
 //
-// kIsThere: whether there is a window.
+// kIsThere: whether there is a tail.
 template <bool kIsThere>
-struct Recent {
-  __device__ __forceinline__ Recent(const MergeParams&, int, const Row&, int,
-                                    int, int) {}
+struct Tail {
+  __device__ __forceinline__ Tail(const MergeParams&, int, const Row&, int, int,
+                                  int) {}
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams&, int, const Row&,
                                          int, int) {}
@@ -334,26 +333,25 @@ struct Recent {
 
 // All threads of the block call each function.
 template <>
-struct Recent<true> {
-  RecentShared& shared;
-  RecentRange range;
-  RecentRows rows;
+struct Tail<true> {
+  TailShared& shared;
+  TailRange range;
+  TailRows rows;
   bool has_row, is_first;  // whether the warp has one, and is its first warp
 
   // index: the warp's row in the sequence.
   // warp: the warp in the block.
-  __device__ __forceinline__ Recent(const MergeParams& p, int seq,
-                                    const Row& row, int first_row, int index,
-                                    int warp)
+  __device__ __forceinline__ Tail(const MergeParams& p, int seq, const Row& row,
+                                  int first_row, int index, int warp)
       : shared(shared_memory()),
         range(p, seq, row.query_len),
         rows(p, first_row, index, row.head, warp) {
     has_row = row.place < row.query_len && rows.warp < rows.warps;
     is_first = (warp & ((1 << p.row_shift) - 1)) == 0;
   }
-  __device__ __forceinline__ static RecentShared& shared_memory() {
-    __shared__ RecentShared recent;
-    return recent;
+  __device__ __forceinline__ static TailShared& shared_memory() {
+    __shared__ TailShared tail;
+    return tail;
   }
   // own: the warp's row in the block.
   template <typename T>
@@ -365,9 +363,9 @@ struct Recent<true> {
       }
       __syncthreads();
     }
-    if (!has_row || kRecentTokens * rows.warp >= range.count) return;
+    if (!has_row || kTailTokens * rows.warp >= range.count) return;
     const int kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
-    const uint8_t* page = p.window.page(p.window.blocks[seq], kv_head);
+    const uint8_t* page = p.tail.page(p.tail.blocks[seq], kv_head);
     attend_to_range<T>(shared, p, page, range, rows, row.token, lane);
   }
   // Add the sums of the rows' warps to a row's newest tokens, in its first
@@ -376,9 +374,9 @@ struct Recent<true> {
                                        int own, int lane) const {
     __syncthreads();
     if (!has_row || !is_first) return;
-    const int filled = (range.count + kRecentTokens - 1) / kRecentTokens;
-    join_recent(newest, shared.sums + (rows.first << p.row_shift),
-                min(rows.warps, filled), own - rows.first, lane);
+    const int filled = (range.count + kTailTokens - 1) / kTailTokens;
+    join_tail(newest, shared.sums + (rows.first << p.row_shift),
+              min(rows.warps, filled), own - rows.first, lane);
   }
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Scores of the recent window's keys. The tensor core multiplies codes by
+// Scores of the tail's keys. The tensor core multiplies codes by
 // queries as the model has them. Codes are exact in 16 bits. Scales follow in
 // fp32. A key is then read once for several query heads.
 //
@@ -19,10 +19,10 @@
 namespace turbo {
 
 // Tokens that a warp attends to at once.
-constexpr int kRecentTokens = 8;
+constexpr int kTailTokens = 8;
 // Query heads that a warp attends with. With more, or with as many of long
 // vectors, sums of values take too many registers.
-constexpr int kRecentHeads = kChunks > 1 ? 2 : 4;
+constexpr int kTailHeads = kChunks > 1 ? 2 : 4;
 // Coordinates that four lanes have at once.
 constexpr int kKeyColumns = 32;
 constexpr int kKeyParts = HEAD_SIZE / kKeyColumns;
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint2 pairs_of(uint32_t word) {
 
 // Four coordinates of a query in each of a lane's places.
 template <typename T>
-struct RecentQuery {
+struct TailQuery {
   using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
   Four x[kKeyParts][2];
 
@@ -111,46 +111,46 @@ struct RecentQuery {
 };
 
 // Weights of several query heads, side by side.
-struct alignas(sizeof(float) * kRecentHeads) HeadWeights {
-  float of[kRecentHeads];
+struct alignas(sizeof(float) * kTailHeads) HeadWeights {
+  float of[kTailHeads];
 };
 
 // Codes of the tokens that a warp attends to at once.
-struct RecentTile {
+struct TailTile {
   union {
-    alignas(16) uint8_t keys[kRecentTokens][HEAD_SIZE + 16];  // for banks
+    alignas(16) uint8_t keys[kTailTokens][HEAD_SIZE + 16];  // for banks
     // The weights go over the keys. They include the scales of values, and are
     // multiplied by values' codes.
-    HeadWeights weights[kRecentTokens][kWindowGroups];
+    HeadWeights weights[kTailTokens][kTailGroups];
   };
-  uint8_t values[kRecentTokens][HEAD_SIZE];
+  uint8_t values[kTailTokens][HEAD_SIZE];
 
   // Copy the codes from rows of a page. `row_of` returns a token's row.
   template <typename RowOf>
-  __device__ __forceinline__ void copy(const WindowPages& window,
+  __device__ __forceinline__ void copy(const TailPages& tail,
                                        const uint8_t* page, int lane,
                                        RowOf row_of) {
     constexpr int kBytes = 16, kParts = HEAD_SIZE / kBytes;
 #pragma unroll
-    for (int i = 0; i < kRecentTokens * kParts; i += 32) {
+    for (int i = 0; i < kTailTokens * kParts; i += 32) {
       const int token = (i + lane) / kParts;
       const int byte = (i + lane) % kParts * kBytes;
       const uint8_t* row = page + row_of(token) * HEAD_SIZE + byte;
-      copy_async(shared_address(keys[token] + byte), row + window.keys);
-      copy_async(shared_address(values[token] + byte), row + window.values);
+      copy_async(shared_address(keys[token] + byte), row + tail.keys);
+      copy_async(shared_address(values[token] + byte), row + tail.values);
     }
     commit_copies();
   }
 };
 
 // The scales of keys of token lane / 4, for the sums that the lane has.
-struct RecentKeyScales {
+struct TailKeyScales {
   uint2 pairs[kKeyParts / 2];  // of bf16
 
-  __device__ __forceinline__ void load(const WindowPages& window,
+  __device__ __forceinline__ void load(const TailPages& tail,
                                        const uint8_t* page, int row) {
-    const auto* words = reinterpret_cast<const uint2*>(
-        page + window.key_scales + row * (2 * kWindowGroups));
+    const auto* words = reinterpret_cast<const uint2*>(page + tail.key_scales +
+                                                       row * (2 * kTailGroups));
 #pragma unroll
     for (int i = 0; i < kKeyParts / 2; ++i) pairs[i] = __ldcg(words + i);
   }
@@ -165,11 +165,11 @@ struct RecentKeyScales {
 //
 // query: that of head lane / 4 % 4, if there is one.
 template <typename T>
-__device__ __forceinline__ void score_recent(float (&scores)[2],
-                                             const RecentTile& tile,
-                                             const RecentKeyScales& scales,
-                                             const RecentQuery<T>& query,
-                                             int lane) {
+__device__ __forceinline__ void score_tail(float (&scores)[2],
+                                           const TailTile& tile,
+                                           const TailKeyScales& scales,
+                                           const TailQuery<T>& query,
+                                           int lane) {
   scores[0] = scores[1] = 0.0f;
   const uint8_t* keys = tile.keys[lane / 4] + lane % 4 * (kKeyColumns / 4);
 #pragma unroll
