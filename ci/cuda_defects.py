@@ -118,7 +118,7 @@ DEFECTS = {
     ),
     "columns-hidden": Defect(
         "decode_columns/decode_columns.cuh",
-        "seen.last - (p.with_newest ? 0 : query_len - 1 - token);",
+        "seen.last - (p.with_raw ? 0 : query_len - 1 - token);",
         "seen.last;",
         HIDDEN,
         "columns",
@@ -182,7 +182,7 @@ DEFECTS = {
         "max(note.token + 1 - p.sliding_window,",
         "max(0,",
         f"{FEATURES}extends",
-        "window and turbo4 and outputs and newest",
+        "window and turbo4 and outputs and raw",
     ),
     # A query token sees tokens after it, or before the sequence.
     "outputs-causal": Defect(
@@ -190,17 +190,17 @@ DEFECTS = {
         "note.is_inside ? note.token + 1 : query_len;",
         "query_len;",
         f"{ATTENTION}later_tokens_change_no_bit",
-        "outputs and newest",
+        "outputs and raw",
     ),
     "outputs-padding": Defect(
         "extend_rows/consume.cuh",
         "query_len - known_len);",
         "0);",
         f"{FEATURES}sinks",
-        "turbo4 and outputs and newest",
+        "turbo4 and outputs and raw",
     ),
     "merge-window": Defect(
-        "merge/newest.cuh",
+        "merge/raw.cuh",
         "1 - missing, p.sliding_window)",
         "1 - missing, p.sliding_window + 1)",
         f"{FEATURES}decodes",
@@ -268,7 +268,7 @@ DEFECTS = {
         "first < parts[k].count;",
         "first < 0;",
         f"{ATTENTION}a_pass_of_more_than_two_ranges",
-        "outputs and newest",
+        "outputs and raw",
     ),
     "outputs-parts": Defect(
         "extend_rows/write.cuh",
@@ -304,19 +304,19 @@ DEFECTS = {
     ),
     # The sum includes numbers that are not finite, with a weight of zero.
     "outputs-broken": Defect(
-        "extend_rows/own_tiles.cuh",
+        "extend_rows/raw_tiles.cuh",
         "numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;",
         "numbers[turn] = value[turn][j][i];",
         "test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-broken-key": Defect(
-        "extend_rows/own_tiles.cuh",
+        "extend_rows/raw_tiles.cuh",
         "__float2half_rn(is_finite[turn] ? key[turn][j][i] : NAN);",
         "__float2half_rn(key[turn][j][i]);",
         "test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-large": Defect(
-        "extend_rows/own_tiles.cuh",
+        "extend_rows/raw_tiles.cuh",
         "fabsf(y) > kLargestHalf ? copysignf(kLargestHalf, y) : y;",
         "y;",
         "test_cuda_outputs.py::test_numbers_too_large_for_fp16_when_they_are_rotated",
@@ -370,7 +370,7 @@ DEFECTS = {
         "return soft_cap(score);",
         "return score;",
         f"{FEATURES}pairs",
-        "cap and turbo4 and newest",
+        "cap and turbo4 and raw",
     ),
     # Tokens have the offset of other tokens of their sequence.
     "store-offset": Defect(

@@ -40,8 +40,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     DecodeBatch,
     KeyOffset,
-    NewestTokens,
     Partials,
+    RawTokens,
     RotatedQuery,
     Scoring,
     StoreCall,
@@ -203,7 +203,7 @@ def slots_and_table(seq_lens: list[int]) -> tuple[list[torch.Tensor], torch.Tens
     return slots, table
 
 
-def newest_slots(batch: Batch, slots: list[torch.Tensor]) -> torch.Tensor:
+def step_slots(batch: Batch, slots: list[torch.Tensor]) -> torch.Tensor:
     """Returns slots of the query tokens; -1 for those that a sequence lacks."""
     parts = []
     for (query_len, length), own in zip(batch.lens, slots):
@@ -284,7 +284,7 @@ def start_tails(
 
 
 def run(case: Case, batch: Batch, defect: str | None) -> None:
-    """Store, then attend with several numbers of splits, also to newest tokens."""
+    """Store, then attend with several numbers of splits, also to raw tokens."""
     layout = case.layout
     size, num_heads = layout.head_size, case.group * NUM_KV_HEADS
     if case.has_tail:
@@ -302,7 +302,7 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
     some_starts = starts.int().to(DEVICE)
     query = random(num_tokens, num_heads, size)
     key, value = (random(num_tokens, NUM_KV_HEADS, size) for _ in range(2))
-    new_slots = newest_slots(batch, slots)
+    new_slots = step_slots(batch, slots)
     device_table, device_lens = table.to(DEVICE), lengths.to(DEVICE)
     sequences = DecodeBatch(
         num_seqs,
@@ -316,14 +316,14 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
         # Two segments, of which the last counts for all later tokens.
         key_table = torch.randn(2, NUM_KV_HEADS, size).to(DEVICE)
         key_offset = KeyOffset(key_table, device_lens, some_starts)
-    newest = NewestTokens(query, key, value, size**-0.5)
+    raw = RawTokens(query, key, value, size**-0.5)
     scoring = Scoring(size**-0.5, key_offset=key_table)
     if case.has_tail:
         tail = start_tails(case, cache, batch, slots, device_table, key_table)
         update = TailUpdate(tail, device_table, device_lens, some_starts)
     for num_splits in batch.splits:
         # With a tail, the newest token is always seen as computed.
-        for own_newest in (newest,) if case.has_tail else (None, newest):
+        for own_raw in (raw,) if case.has_tail else (None, raw):
             rotated = RotatedQuery(
                 torch.empty_like(query, dtype=torch.float16),
                 torch.empty(num_tokens, num_heads, device=DEVICE),
@@ -349,7 +349,7 @@ def run(case: Case, batch: Batch, defect: str | None) -> None:
                 )
             )
             call = AttentionCall(
-                cache, layout, sequences, scoring, output, query, own_newest, tail
+                cache, layout, sequences, scoring, output, query, own_raw, tail
             )
             batch.attend(rotated, call, partials)
             result = output.cpu()

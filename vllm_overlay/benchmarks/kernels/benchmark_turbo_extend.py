@@ -114,7 +114,7 @@ class ExtendArm(TurboArm):
         from vllm.v1.attention.ops.turbo.planning.scratch import (
             DecodeScratch,
             LayerShape,
-            OwnScratch,
+            RawScratch,
         )
 
         super().__init__(batch, cache_dtype, "cuda", cache=cache)
@@ -151,17 +151,17 @@ class ExtendArm(TurboArm):
         specs = DecodeScratch.specs(layer, num_tokens, self.plan.num_partials)
         _, *partials = allocate(specs, device)
         self.partials = Partials(*partials)
-        self.own = None
-        if self.plan.num_own_tokens > 0:
-            specs = OwnScratch.specs(layer, self.plan.num_own_tokens)
-            self.own = OwnScratch(*allocate(specs, device))
+        self.raw = None
+        if self.plan.num_raw_tokens > 0:
+            specs = RawScratch.specs(layer, self.plan.num_raw_tokens)
+            self.raw = RawScratch(*allocate(specs, device))
         self.outputs = None
         if may_end:
             specs = self.kernels.output_scratch(
                 self.layout,
                 shape.num_kv_heads,
                 num_compute_units(),
-                self.plan.num_own_tiles,
+                self.plan.num_raw_tiles,
             )
             self.outputs = OutputScratch(*allocate(specs, device))
         self.flash_attn = get_flash_attn(shape.head_size)
@@ -169,13 +169,13 @@ class ExtendArm(TurboArm):
     def attention(self) -> None:
         from vllm.v1.attention.ops.turbo.interface import (
             AttentionCall,
-            NewestTokens,
             Partials,
+            RawTokens,
             RotatedQuery,
             Scoring,
             StoreCall,
         )
-        from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens
+        from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_raw_tokens
 
         batch, num_rotated = self.batch, self.plan.num_rotated_tokens
         self.kernels.store(
@@ -192,7 +192,7 @@ class ExtendArm(TurboArm):
         )
         for call in self.plan.calls:
             own, count = call.tokens, call.num_partials
-            newest = NewestTokens(
+            raw = RawTokens(
                 batch.query[own], batch.key[own], batch.value[own], self.scale
             )
             attention = AttentionCall(
@@ -202,16 +202,14 @@ class ExtendArm(TurboArm):
                 Scoring(self.scale),
                 batch.output[own],
                 batch.query[own],
-                newest,
+                raw,
             )
             if call.ends_in_outputs:
                 self.kernels.extend_outputs(attention, self.outputs)
                 continue
             if call.attends_before:
-                newest = attend_to_own_tokens(
-                    newest, call.batch, self.own, self.flash_attn
-                )
-                attention = attention._replace(newest=newest)
+                raw = attend_to_raw_tokens(raw, call.batch, self.raw, self.flash_attn)
+                attention = attention._replace(raw=raw)
             query = RotatedQuery(*(x[own] for x in self.rotated_query))
             partials = Partials(*(x[:count] for x in self.partials))
             self.kernels.extend_attention(query, attention, partials)

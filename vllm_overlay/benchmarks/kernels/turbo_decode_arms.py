@@ -405,7 +405,7 @@ class TurboArm(Arm):
         from vllm.v1.attention.ops.turbo.interface import (
             AttentionCall,
             DecodeBatch,
-            NewestTokens,
+            RawTokens,
             Scoring,
         )
 
@@ -422,7 +422,7 @@ class TurboArm(Arm):
             Scoring(self.scale, self.sliding_window, key_offset=self.offsets),
             batch.output,
             batch.query,
-            NewestTokens(batch.query, batch.key, batch.value, self.scale),
+            RawTokens(batch.query, batch.key, batch.value, self.scale),
             self.tail,
         )
         self.attend(self.rotated_query, call, self.partials, **self.options)

@@ -20,7 +20,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OutputScratch,
     Partials,
     RotatedQuery,
-    num_own_tiles,
+    num_raw_tiles,
 )
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
@@ -58,7 +58,7 @@ def extend_to_outputs(
         call.layout,
         call.num_kv_heads,
         132 if ON_GPU else 4,
-        num_own_tiles(num_tokens, batch.num_seqs),
+        num_raw_tiles(num_tokens, batch.num_seqs),
     )
     scratch = OutputScratch(
         *(torch.full(size, math.nan, dtype=x, device=DEVICE) for size, x in specs)

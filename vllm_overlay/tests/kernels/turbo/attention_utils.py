@@ -14,9 +14,9 @@ from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     DecodeBatch,
-    NewestTokens,
     OffsetScores,
     Partials,
+    RawTokens,
     RotatedQuery,
     Scoring,
     Tail,
@@ -51,19 +51,19 @@ def attention_of_rounded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    num_newest: int,
+    num_raw: int,
     scale: float,
     offset: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Causal attention from a rounded q to all tokens but the newest.
+    """Causal attention from a rounded q to all tokens but the raw ones.
 
     Args:
         rounded: (Q, Hq, D) fp32, rounded queries of the last Q positions.
         query: (Q, Hq, D), the queries without rounding.
         key: (T, H, D) fp32.
         value: (T, H, D) fp32.
-        num_newest: Number of tokens, at the end of T, whose scores come from
+        num_raw: Number of tokens, at the end of T, whose scores come from
             ``query``.
         scale: Softmax scale.
         offset: (T, H, D) fp32, the part of the keys whose scores come from ``query``.
@@ -74,8 +74,8 @@ def attention_of_rounded(
         offset = torch.zeros_like(key)
     # Concatenated along D, so that each query meets its part of the keys alone.
     keys = torch.cat([key - offset, offset], -1)
-    newest = slice(len(keys) - num_newest, len(keys))
-    keys[newest] = keys[newest].roll(key.shape[-1], -1)
+    raw = slice(len(keys) - num_raw, len(keys))
+    keys[raw] = keys[raw].roll(key.shape[-1], -1)
     both = torch.cat([rounded, query.float()], -1)
     return reference.attention(both, keys, value, scale, **options)[0]
 
@@ -163,7 +163,7 @@ def check_request(
     value: torch.Tensor,
     scale: float,
     dtype: torch.dtype,
-    num_newest: int | None = None,
+    num_raw: int | None = None,
     is_rounded: bool = False,
     offset: torch.Tensor | None = None,
     **options: Any,
@@ -177,7 +177,7 @@ def check_request(
         value: The dequantised values.
         scale: Softmax scale.
         dtype: The model's dtype.
-        num_newest: The newest tokens of a decode, whose scores come from q as it is;
+        num_raw: The raw tokens of a decode, whose scores come from q as it is;
             other scores come from the rotated q. None: the request is prefilled.
         is_rounded: Whether the rotated q is rounded to int8.
         offset: See ``attention_of_rounded``.
@@ -185,13 +185,13 @@ def check_request(
 
     """
     target = None
-    if num_newest is not None:
+    if num_raw is not None:
         rotated = reference.rotate(query)
         if is_rounded:
             rotated = reference.round_query(rotated)
         rounded = reference.inverse_rotate(rotated)
         target = attention_of_rounded(
-            rounded, query, key, value, num_newest, scale, offset, **options
+            rounded, query, key, value, num_raw, scale, offset, **options
         )
     assert_by_2x_rule(output, query, key, value, scale, dtype, True, target, **options)
 
@@ -219,20 +219,20 @@ def call_of(
     layout: TurboFormat,
     batch: DecodeBatch,
     output: torch.Tensor,
-    newest: NewestTokens | None = None,
+    raw: RawTokens | None = None,
     offset: OffsetScores | None = None,
     tail: Tail | None = None,
     lse: torch.Tensor | None = None,
     **scoring: Any,
 ) -> AttentionCall:
-    """A call that takes its query and scale from the offset or the newest tokens.
+    """A call that takes its query and scale from the offset or the raw tokens.
 
     Args:
         kv_cache: See ``AttentionCall``.
         layout: The cache's format.
         batch: The sequences.
         output: (T, Hq, D), written.
-        newest: The query tokens that are attended to as computed.
+        raw: The query tokens that are attended to as computed.
         offset: The scores that cached keys lack.
         tail: The newest cached tokens.
         lse: (B * Q, Hq), written.
@@ -241,7 +241,7 @@ def call_of(
 
     """
     scoring.setdefault("soft_cap", scoring.pop("logits_soft_cap", None))
-    given = offset or newest
+    given = offset or raw
     scale = 1.0 if given is None else given.scale
     if offset is not None:
         scoring["key_offset"] = offset.table
@@ -253,7 +253,7 @@ def call_of(
         Scoring(scale, **scoring),
         output,
         query,
-        newest,
+        raw,
         tail,
         lse,
     )
@@ -263,13 +263,13 @@ def merge_call(
     batch: DecodeBatch,
     output: torch.Tensor,
     num_kv_heads: int,
-    newest: NewestTokens | None = None,
+    raw: RawTokens | None = None,
     **call: Any,
 ) -> AttentionCall:
     """A call for the merge alone, which reads no pages: see ``call_of``."""
     no_pages = torch.empty(0, num_kv_heads, TILE_TOKENS, 1, dtype=torch.uint8)
     layout = TurboFormat.from_cache_dtype("turbo4", 128)
-    return call_of(no_pages, layout, batch, output, newest, **call)
+    return call_of(no_pages, layout, batch, output, raw, **call)
 
 
 def attend_by(
@@ -307,11 +307,11 @@ def decode(
     layout: TurboFormat,
     num_splits: int = 2,
     out_dtype: torch.dtype | None = None,
-    newest: tuple[torch.Tensor, torch.Tensor] | None = None,
+    raw: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Rotate q and run Triton's decode kernels, with NaN in scratch and output before.
 
-    The softmax scale is 1 / sqrt(D). ``newest`` has K and V of the sequences' last
+    The softmax scale is 1 / sqrt(D). ``raw`` has K and V of the sequences' last
     tokens, which are attended to as computed.
     """
     from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
@@ -333,6 +333,6 @@ def decode(
         ),
         Partials(partial, partial[:, :, 0].clone()),
         output,
-        None if newest is None else NewestTokens(query, *newest, head_size**-0.5),
+        None if raw is None else RawTokens(query, *raw, head_size**-0.5),
     )
     return output

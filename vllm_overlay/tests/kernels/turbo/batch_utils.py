@@ -293,7 +293,7 @@ class Batch:
             is_prefilled = row >= num_rotated or any(
                 min(last, newest) > max(first, context) for first, last in own_ranges
             )
-            num_newest = num_queries if raw else 0
+            num_raw = num_queries if raw else 0
             check_request(
                 output[part],
                 self.query[part],
@@ -301,7 +301,7 @@ class Batch:
                 value,
                 impl.scale,
                 impl.runner.shape.dtype,
-                None if is_prefilled else num_newest,
+                None if is_prefilled else num_raw,
                 is_rounded,
                 part_of_key,
                 **options,

@@ -18,8 +18,8 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
-    NewestTokens,
     Partials,
+    RawTokens,
     RotatedQuery,
     StoreCall,
 )
@@ -73,11 +73,11 @@ class Step(NamedTuple):
 
     Attributes:
         query: (B, Hq, D).
-        key: (B, H, D), K of the newest tokens.
-        value: (B, H, D), V of the newest tokens.
-        slots: (B,) int64, slots of the newest tokens; -1: not stored.
+        key: (B, H, D), K of the query tokens.
+        value: (B, H, D), V of the query tokens.
+        slots: (B,) int64, slots of the query tokens; -1: not stored.
         block_table: (B, max_blocks) int32.
-        seq_lens: (B,) int32, the newest tokens included.
+        seq_lens: (B,) int32, the query tokens included.
 
     """
 
@@ -100,7 +100,7 @@ class Step(NamedTuple):
         scratch: Scratch,
         enable_pdl: bool = True,
     ) -> None:
-        """Store the newest tokens, and rotate the queries."""
+        """Store the query tokens, and rotate the queries."""
         cuda_store.store(
             StoreCall(
                 cache,
@@ -120,14 +120,14 @@ class Step(NamedTuple):
         cache: torch.Tensor,
         layout: TurboFormat,
         scratch: Scratch,
-        raw_newest: bool = False,
+        with_raw: bool = False,
         sliding_window: int | None = None,
         enable_pdl: bool = True,
     ) -> torch.Tensor:
         """Store, attend and merge, as the backend does."""
         self.store(cache, layout, scratch, enable_pdl)
         scale = layout.head_size**-0.5
-        newest = NewestTokens(self.query, self.key, self.value, scale)
+        raw = RawTokens(self.query, self.key, self.value, scale)
         attend_by(
             cuda_decode.decode_attention,
             scratch.rotated,
@@ -136,7 +136,7 @@ class Step(NamedTuple):
             self.batch,
             scratch.partials,
             scratch.output,
-            newest if raw_newest else None,
+            raw if with_raw else None,
             sliding_window=sliding_window,
             enable_pdl=enable_pdl,
         )
@@ -189,7 +189,7 @@ def random_sequences(
 def step_of(
     layout: TurboFormat, table: torch.Tensor, seq_lens: list[int], group: int = 4
 ) -> Step:
-    """A step with Gaussian queries, whose newest tokens are stored already."""
+    """A step with Gaussian queries, whose query tokens are stored already."""
     num_seqs = len(seq_lens)
     kv_shape = (num_seqs, NUM_KV_HEADS, layout.head_size)
     return Step(

@@ -30,7 +30,7 @@ scorings = pytest.mark.parametrize("scoring", ["window", "cap", "sinks", "all"])
 
 
 def scoring_options(name: str) -> dict[str, Any]:
-    """Windows that are shorter and longer than the own tokens, soft caps, and sinks."""
+    """Windows that are shorter and longer than the raw tokens, soft caps, and sinks."""
     sinks = gaussian(NUM_HEADS, seed=4)
     return {
         "window": {"sliding_window": 10},

@@ -25,8 +25,8 @@ from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, Turbo
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     DecodeBatch,
-    NewestTokens,
     Partials,
+    RawTokens,
     RotatedQuery,
     Scoring,
     StoreCall,
@@ -81,8 +81,8 @@ CAPS = {2.0: 3.0, 50.0: 12.0}
 # Norms of the difference of segments' offsets, of norm 400, and of the queries' part
 # along them. All segments have weight, or only one, or scores are in the thousands.
 OFFSETS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
-newest_or_stored = pytest.mark.parametrize(
-    "with_newest", [True, False], ids=["newest", "stored"]
+raw_or_stored = pytest.mark.parametrize(
+    "with_raw", [True, False], ids=["raw", "stored"]
 )
 
 
@@ -112,7 +112,7 @@ class Kernel(NamedTuple):
         attend: An ``AttentionFn``. The call always has the original queries.
         rounded: Returns queries (Q, Hq, D) in fp32 as the kernel rounds them, from
             queries of any dtype. None for a kernel that keeps the model's dtype.
-        rounded_keys: Returns the newest keys (T, H, D) in fp32 as the kernel rounds
+        rounded_keys: Returns the raw keys (T, H, D) in fp32 as the kernel rounds
             them, which it scores as cached keys are. None for a kernel that scores them
             exactly, from exact queries.
         is_extend: Whether it serves extends; other kernels serve decodes.
@@ -305,7 +305,7 @@ class Sequences:
         return torch.tensor(SINKS, dtype=dtype)[turns % len(SINKS)].to(DEVICE)
 
     def take_off(self, difference: float, common: float, num_offsets: int) -> None:
-        """Take an offset off cached keys, which the newest keys still have.
+        """Take an offset off cached keys, which the raw keys still have.
 
         Args:
             difference: Norm of the difference of segments' offsets.
@@ -355,13 +355,13 @@ class Sequences:
         )
         return own
 
-    def launch(self, with_newest: bool, num_splits: int = 8) -> Launch:
+    def launch(self, with_raw: bool, num_splits: int = 8) -> Launch:
         """The arguments of an ``AttentionFn``, with NaN in scratch and output."""
         num_partials = len(self.seq_lens) * self.query_len * num_splits
         shape = (num_partials, self.num_heads, self.layout.head_size)
         partial = torch.full(shape, math.nan, device=DEVICE)
         output = torch.full(self.query.shape, math.nan, device=DEVICE).to(self.query)
-        newest = NewestTokens(self.query, self.key, self.value, self.scoring.scale)
+        raw = RawTokens(self.query, self.key, self.value, self.scoring.scale)
         cache, table = self.seen or (self.cache, self.table)
         batch = DecodeBatch(
             len(self.seq_lens),
@@ -377,16 +377,16 @@ class Sequences:
             self.scoring,
             output,
             self.query,
-            newest if with_newest else None,
+            raw if with_raw else None,
         )
         partials = Partials(partial, partial[:, :, 0].contiguous())
         return Launch(rotate_query(self.query, self.layout), call, partials)
 
     def attend(
-        self, kernel: Kernel, with_newest: bool, num_splits: int = 8
+        self, kernel: Kernel, with_raw: bool, num_splits: int = 8
     ) -> torch.Tensor:
         """The kernel's output, (T, Hq, D)."""
-        launch = self.launch(with_newest, num_splits)
+        launch = self.launch(with_raw, num_splits)
         kernel.attend(*launch)
         return launch.call.output
 
@@ -407,7 +407,7 @@ class Sequences:
         kernel.attend(*launch)
         return launch.partials
 
-    def compare(self, kernel: Kernel, with_newest: bool, output: torch.Tensor) -> None:
+    def compare(self, kernel: Kernel, with_raw: bool, output: torch.Tensor) -> None:
         """Compare each sequence's rows, and rows that see no tokens to zero."""
         assert output[self.starts[-1] :].isnan().all()
         compare_rows = self._compare_by_2x_rule
@@ -420,8 +420,8 @@ class Sequences:
             if seen > 0:
                 part, table = slice(end - seen, end), self.table[row]
                 key, value = load_context(self.cache, table, length, self.layout)
-                num_newest = seen if with_newest else 0
-                compare_rows(kernel, output, part, key, value, num_newest)
+                num_raw = seen if with_raw else 0
+                compare_rows(kernel, output, part, key, value, num_raw)
 
     def _compare_by_2x_rule(
         self,
@@ -430,7 +430,7 @@ class Sequences:
         part: slice,
         key: torch.Tensor,
         value: torch.Tensor,
-        num_newest: int,
+        num_raw: int,
     ) -> None:
         """Apply the 2x rule of ``utils`` to a sequence's rows.
 
@@ -438,8 +438,8 @@ class Sequences:
         are those of the cache.
         """
         query, scoring = self.query[part], self.scoring
-        if num_newest:
-            key[-num_newest:], value[-num_newest:] = self.key[part], self.value[part]
+        if num_raw:
+            key[-num_raw:], value[-num_raw:] = self.key[part], self.value[part]
         options = {
             "sliding_window": scoring.sliding_window,
             "sinks": scoring.sinks,
@@ -447,10 +447,10 @@ class Sequences:
         }
         target = None
         if kernel.rounded is not None:
-            keys, num_exact = key, num_newest
-            if num_newest and kernel.rounded_keys is not None:
-                newest = kernel.rounded_keys(key[-num_newest:])
-                keys, num_exact = torch.cat([key[:-num_newest], newest]), 0
+            keys, num_exact = key, num_raw
+            if num_raw and kernel.rounded_keys is not None:
+                raw = kernel.rounded_keys(key[-num_raw:])
+                keys, num_exact = torch.cat([key[:-num_raw], raw]), 0
             rounded = kernel.rounded(query)
             target = attention_of_rounded(
                 rounded, query, keys, value, num_exact, scoring.scale, **options
@@ -474,22 +474,22 @@ class Sequences:
         part: slice,
         key: torch.Tensor,
         value: torch.Tensor,
-        num_newest: int,
+        num_raw: int,
     ) -> None:
         """Compare a sequence's rows, with an offset of K, to attention in fp64.
 
         The target has q as the kernel rounds it for k - m, and q without rounding for m
-        and the newest tokens. The error may be twice the error of attention with
+        and the raw tokens. The error may be twice the error of attention with
         weights, values and outputs in the model's dtype.
         """
         table, sinks = self.scoring.key_offset, self.scoring.sinks
         query, indices = self.query[part], torch.arange(len(key), device=DEVICE)
         queries = torch.cat([kernel.rounded(query), query.float()], -1).double()
         keys = torch.cat([key, table[segments_of(indices, table)]], -1)
-        if num_newest:
-            newest = self.key[part].float()
-            keys[-num_newest:] = torch.cat([torch.zeros_like(newest), newest], -1)
-            value[-num_newest:] = self.value[part].float()
+        if num_raw:
+            raw = self.key[part].float()
+            keys[-num_raw:] = torch.cat([torch.zeros_like(raw), raw], -1)
+            value[-num_raw:] = self.value[part].float()
         keys = keys.double().repeat_interleave(self.group, 1)
         values = value.double().repeat_interleave(self.group, 1)
         scores = torch.einsum("qhd,thd->hqt", queries, keys) * self.scoring.scale
@@ -512,16 +512,16 @@ class Sequences:
         assert_within(output[part], target, allowed, "(query, head, coordinate)")
 
     def check(
-        self, kernel: Kernel, with_newest: bool, num_splits: int = 8
+        self, kernel: Kernel, with_raw: bool, num_splits: int = 8
     ) -> torch.Tensor:
         """Compare the output to the reference, and two runs bit for bit.
 
         The comparison must fail without the soft cap, and without the sinks.
         """
-        output = self.attend(kernel, with_newest, num_splits)
-        self.compare(kernel, with_newest, output)
+        output = self.attend(kernel, with_raw, num_splits)
+        self.compare(kernel, with_raw, output)
         if "repetition" not in kernel.opt_outs:
-            again = self.attend(kernel, with_newest, num_splits)
+            again = self.attend(kernel, with_raw, num_splits)
             end = self.starts[-1]
             assert torch.equal(output[:end], again[:end])
         scoring = self.scoring
@@ -529,7 +529,7 @@ class Sequences:
             if getattr(scoring, name) is not None:
                 self.scoring = scoring._replace(**{name: None})
                 with pytest.raises(AssertionError, match="allowed"):
-                    self.compare(kernel, with_newest, output)
+                    self.compare(kernel, with_raw, output)
         self.scoring = scoring
         return output
 

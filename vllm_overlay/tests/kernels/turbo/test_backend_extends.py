@@ -19,7 +19,7 @@ from vllm.v1.attention.ops.turbo.planning.extend_limits import (
     max_extend_len,
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.planning.scratch import OWN_TILE_BYTES, LayerShape
+from vllm.v1.attention.ops.turbo.planning.scratch import RAW_TILE_BYTES, LayerShape
 
 from .backend_utils import (
     BLOCK_SIZE,
@@ -142,11 +142,11 @@ def test_calls_to_outputs_have_room_for_their_tokens(
     assert {call.ends_in_outputs for call in plan.calls} == {ends_in_outputs}
     assert sum(call.num_tokens for call in plan.calls) == num_requests * query_len
     tile_bytes = num_kv_heads * 2 * TILE_TOKENS * 128 * 2
-    assert plan.num_own_tiles * tile_bytes <= OWN_TILE_BYTES
+    assert plan.num_raw_tiles * tile_bytes <= RAW_TILE_BYTES
     if ends_in_outputs:
         assert [call.batch.num_seqs for call in plan.calls] == calls
         tiles_of_a_request = -(-query_len // TILE_TOKENS)
-        assert plan.num_own_tiles >= max(calls) * tiles_of_a_request
+        assert plan.num_raw_tiles >= max(calls) * tiles_of_a_request
 
 
 def test_longest_extends():

@@ -87,13 +87,13 @@ def check_chunks(impl: TurboAttentionImpl, batch: Batch, output: torch.Tensor) -
             last = min(first + CHUNK, length)
             queries = slice(begin + max(first - context, 0), begin + last - context)
             seen = batch.query[queries], key[first:last], value[first:last]
-            num_newest = 0 if runner.stored else last - max(first, context)
+            num_raw = 0 if runner.stored else last - max(first, context)
             check_request(
                 output[queries],
                 *seen,
                 impl.scale,
                 runner.shape.dtype,
-                num_newest if is_decode else None,
+                num_raw if is_decode else None,
                 is_rounded,
                 shift[first:last],
             )

@@ -43,7 +43,7 @@ from .sequences import (
     NUM_KV_HEADS,
     Features,
     Sequences,
-    newest_or_stored,
+    raw_or_stored,
 )
 from .utils import (
     DEVICE,
@@ -72,19 +72,19 @@ def decode_lengths(query_len: int) -> list[int]:
 @kernels_and_layouts(DECODES)
 @pytest.mark.parametrize("query_len", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
-@newest_or_stored
-def test_decodes(kernel, layout, query_len, group, with_newest):
+@raw_or_stored
+def test_decodes(kernel, layout, query_len, group, with_raw):
     if "groups" in kernel.opt_outs and group not in FEW_GROUPS:
         pytest.skip(kernel.opt_outs["groups"])
     batch = Sequences(layout, decode_lengths(query_len), query_len, group)
-    batch.check(kernel, with_newest)
+    batch.check(kernel, with_raw)
 
 
 @kernels_and_layouts(IN_FP16)
 @pytest.mark.parametrize("query_lens", [1, 2, 7, 16, 33, 64, "ragged"])
 @pytest.mark.parametrize("group", [1, 4, 5, 8])
-@newest_or_stored
-def test_extends(kernel, layout, query_lens, group, with_newest):
+@raw_or_stored
+def test_extends(kernel, layout, query_lens, group, with_raw):
     """A sequence has as many passes as its queries need; some sequences have none."""
     if query_lens == "ragged":
         query_lens = [1, 64, 16, 3, 33, 0, 17, 0, 8, 2]
@@ -93,54 +93,54 @@ def test_extends(kernel, layout, query_lens, group, with_newest):
         ends = {0, 1, query_lens - 1, query_lens, query_lens + 1, 16 + query_lens // 2}
         ends |= {STEP - 1, STEP, STEP + 1, STEP + query_lens, 1000}
         seq_lens = sorted(ends | {2 * STEP + query_lens})
-    Sequences(layout, seq_lens, query_lens, group).check(kernel, with_newest)
+    Sequences(layout, seq_lens, query_lens, group).check(kernel, with_raw)
 
 
 @kernels_and_layouts(DECODES)
 @pytest.mark.parametrize("group", [1, 4])
-@newest_or_stored
-def test_ragged_drafts(kernel, layout, group, with_newest):
+@raw_or_stored
+def test_ragged_drafts(kernel, layout, group, with_raw):
     seq_lens = [1, 70, 2, 17, 33, 4, 5, 0]
     if ON_GPU:
         seq_lens[:2] = [1001, 4098]
     batch = Sequences(layout, seq_lens, [1, 4, 3, 1, 2, 4, 0, 0], group)
-    batch.check(kernel, with_newest)
+    batch.check(kernel, with_raw)
 
 
 @kernels(IN_FP16)
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 @pytest.mark.parametrize("query_lens", [[200, 200], [130, 1, 700]], ids=str)
-def test_hundreds_of_queries(kernel, query_lens, num_splits, with_newest):
+def test_hundreds_of_queries(kernel, query_lens, num_splits, with_raw):
     """A sequence has more passes than its context has steps."""
     contexts = [40, 0, 7]
     seq_lens = [sum(lens) for lens in zip(query_lens, contexts)]
-    Sequences(LAYOUT, seq_lens, query_lens).check(kernel, with_newest, num_splits)
+    Sequences(LAYOUT, seq_lens, query_lens).check(kernel, with_raw, num_splits)
 
 
 @kernels(DECODES)
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 64])
 @pytest.mark.parametrize("query_len, group", [(4, 1), (2, 4), (3, 8)])
-def test_splits_of_decodes(kernel, with_newest, num_splits, query_len, group):
+def test_splits_of_decodes(kernel, with_raw, num_splits, query_len, group):
     """Splits may end anywhere among a sequence's last tokens."""
     seq_lens = [70 + i for i in range(40)] if ON_GPU else [70, 63]
     batch = Sequences(LAYOUT, seq_lens, query_len, group, IN_BF16)
-    batch.check(kernel, with_newest, num_splits)
+    batch.check(kernel, with_raw, num_splits)
 
 
 @kernels(IN_FP16)
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize(
     "seq_lens",
     [[20_000], [512 + i for i in range(80)], [9000] + [40] * 63, [0] * 40 + [300]],
     ids=["one", "many", "ragged", "padded"],
 )
-def test_splits(kernel, with_newest, num_splits, seq_lens):
+def test_splits(kernel, with_raw, num_splits, seq_lens):
     """Ranges of blocks begin anywhere, and a block has several."""
     batch = Sequences(LAYOUT, seq_lens, 16, features=IN_BF16)
-    batch.check(kernel, with_newest, num_splits)
+    batch.check(kernel, with_raw, num_splits)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_ranges_by_the_room_for_splits(kernel, length):
 
 
 @kernels(EXTENDS)
-@newest_or_stored
-def test_a_pass_of_more_than_two_ranges(kernel, with_newest):
+@raw_or_stored
+def test_a_pass_of_more_than_two_ranges(kernel, with_raw):
     """A block has tiles in the middle of a pass, even if there are only four blocks."""
-    Sequences(LAYOUT, [70, 1000], 5).check(kernel, with_newest, 64)
+    Sequences(LAYOUT, [70, 1000], 5).check(kernel, with_raw, 64)
 
 
 @kernels_and_layouts(IN_FP16)
@@ -192,17 +192,17 @@ def test_as_one_token_after_the_other(kernel, query_len, group):
         for x in names
     ],
 )
-@newest_or_stored
-def test_later_tokens_change_no_bit(kernel, seq_lens, query_len, with_newest):
+@raw_or_stored
+def test_later_tokens_change_no_bit(kernel, seq_lens, query_len, with_raw):
     batch = Sequences(LAYOUT, seq_lens, query_len)
-    before = batch.attend(kernel, with_newest)
+    before = batch.attend(kernel, with_raw)
     for row, length in enumerate(seq_lens):
         slots = batch.slots(row, length - 1, length)
         large = 100 * gaussian(1, NUM_KV_HEADS, 128, seed=row)
         reference.store(StoreCall(batch.cache, slots, large, large, LAYOUT))
         batch.key[batch.starts[row + 1] - 1] *= 100
         batch.value[batch.starts[row + 1] - 1] *= 100
-    after = batch.attend(kernel, with_newest)
+    after = batch.attend(kernel, with_raw)
     is_equal = (before == after).flatten(1).all(1).view(-1, query_len)
     assert is_equal[:, :-1].all() and not is_equal[:, -1].any()
 
@@ -235,7 +235,7 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
 
 
 @requires_nvidia
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize(
     "kernel, query_lens",
     [
@@ -250,11 +250,11 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
         for kind, lens in zip(("uniform", "ragged"), both)
     ],
 )
-def test_a_graph_takes_other_lengths(with_newest, kernel, query_lens):
+def test_a_graph_takes_other_lengths(with_raw, kernel, query_lens):
     """The grid is constant, and kernels read lengths from the device alone."""
     batch = Sequences(LAYOUT, [300, 35, 1000, 0], query_lens)
-    expected = batch.attend(kernel, with_newest)
-    launch = batch.launch(with_newest)
+    expected = batch.attend(kernel, with_raw)
+    launch = batch.launch(with_raw)
     call = launch.call
     seq_lens = call.batch.seq_lens.clone()
     # Before the lengths are there, the grid is launched with others.
@@ -286,8 +286,8 @@ def test_room_for_partial_results(kernel):
 @requires_hopper
 @pytest.mark.parametrize("exponent", [-100, 40])
 @model_dtypes
-@newest_or_stored
-def test_queries_of_any_size(dtype, exponent, with_newest):
+@raw_or_stored
+def test_queries_of_any_size(dtype, exponent, with_raw):
     """``extend_outputs`` rotates queries of any size: each row has a power of two."""
     batch = Sequences(LAYOUT, [40, STEP + 3], 16, features=Features(dtype=dtype))
     # As far as the dtype reaches; fp16 needs its denormal numbers. Every other token's
@@ -298,7 +298,7 @@ def test_queries_of_any_size(dtype, exponent, with_newest):
     assert batch.query.any(-1).all()
     batch.query[:, 1] = 0.0
     kernel = KERNELS["outputs"]
-    batch.compare(kernel, with_newest, batch.attend(kernel, with_newest))
+    batch.compare(kernel, with_raw, batch.attend(kernel, with_raw))
 
 
 def moved(x: torch.Tensor, places: int, pad: int) -> torch.Tensor:

@@ -140,7 +140,7 @@ def test_scores_are_rounded_as_their_terms(layout, group):
 
 
 @requires_cuda
-def test_newest_token_is_attended_to_as_it_is():
+def test_raw_token_is_attended_to_as_it_is():
     """The last token comes from the arguments, and all others from the cache.
 
     Its score is from q without rounding, the others' from q in int8.

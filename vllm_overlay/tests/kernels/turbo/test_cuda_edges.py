@@ -119,9 +119,9 @@ def test_padding(layout):
     step.block_table[step.seq_lens == 0] = INVALID_BLOCK
     for x in (step.query, step.key, step.value):
         x[step.seq_lens == 0] = math.nan
-    for raw_newest in (False, True):
+    for with_raw in (False, True):
         scratch = Scratch.of(step.query, 4)
-        output = step.run(cache, layout, scratch, raw_newest)
+        output = step.run(cache, layout, scratch, with_raw)
         assert (output[[0, 2, 3, 6]] == 0).all()
         assert output.isfinite().all()
     output = step.run(cache, layout, Scratch.of(step.query, 4))
@@ -132,9 +132,9 @@ def test_padding(layout):
 def test_nothing_but_padding(layout):
     cache, step = random_sequences(layout, [0] * 40)
     for num_splits in (1, 7, 64):
-        for raw_newest in (False, True):
+        for with_raw in (False, True):
             scratch = Scratch.of(step.query, num_splits)
-            assert (step.run(cache, layout, scratch, raw_newest) == 0).all()
+            assert (step.run(cache, layout, scratch, with_raw) == 0).all()
     none = rows_of(step, [])
     assert none.run(cache, layout, Scratch.of(none.query, 1)).shape[0] == 0
 
@@ -322,8 +322,8 @@ def replace_contents(step: Step, other: Step) -> None:
 
 @requires_nvidia
 @each_preset
-@pytest.mark.parametrize("raw_newest", [False, True])
-def test_a_graph_is_replayed_with_other_lengths(layout, raw_newest):
+@pytest.mark.parametrize("with_raw", [False, True])
+def test_a_graph_is_replayed_with_other_lengths(layout, with_raw):
     """A replay reads the lengths, pages, slots and vectors that tensors then hold."""
     all_lens = [3000, 2, 70, 0, 1, 9000, 33, 512]
     cache, step = random_sequences(layout, all_lens)
@@ -344,11 +344,11 @@ def test_a_graph_is_replayed_with_other_lengths(layout, raw_newest):
 
     static = at([3, 4, 6, 7], [0, 1, 1, 1])
     scratch = Scratch.of(static.query, num_splits)
-    static.run(cache.clone(), layout, scratch, raw_newest)  # builds and loads
+    static.run(cache.clone(), layout, scratch, with_raw)  # builds and loads
     served_cache = cache.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        static.run(served_cache, layout, scratch, raw_newest)
+        static.run(served_cache, layout, scratch, with_raw)
     for rows, lengths in (
         ([0, 1, 2, 3], [3000, 2, 70, 0]),
         ([5, 6, 7, 4], [1, 33, 511, 1]),
@@ -364,7 +364,7 @@ def test_a_graph_is_replayed_with_other_lengths(layout, raw_newest):
         graph.replay()
         eager_cache = cache.clone()
         fresh = Scratch.of(now.query, num_splits)
-        expected = now.run(eager_cache, layout, fresh, raw_newest)
+        expected = now.run(eager_cache, layout, fresh, with_raw)
         assert torch.equal(scratch.output, expected)
         assert torch.equal(served_cache, eager_cache)
         assert expected.isfinite().all()

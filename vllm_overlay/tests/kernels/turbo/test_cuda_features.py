@@ -18,8 +18,8 @@ from vllm.v1.attention.ops.turbo.cuda.merge import merge_splits
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
-    NewestTokens,
     Partials,
+    RawTokens,
     StoreCall,
 )
 
@@ -44,7 +44,7 @@ from .sequences import (
     Kernel,
     Sequences,
     directions,
-    newest_or_stored,
+    raw_or_stored,
 )
 from .utils import BF16, DEVICE, FP16, gaussian, requires_cuda
 
@@ -88,7 +88,7 @@ def check_lengths(
     kernel: Kernel,
     layout: TurboFormat,
     features: Features,
-    with_newest: bool,
+    with_raw: bool,
     query_lens: int | str,
     group: int = 4,
 ) -> None:
@@ -98,27 +98,27 @@ def check_lengths(
         query_lens = RAGGED[query_lens][: len(seq_lens)]
         features = features if features.offset else features._replace(dtype=BF16)
     batch = Sequences(layout, seq_lens, query_lens, group, features)
-    batch.check(kernel, with_newest)
+    batch.check(kernel, with_raw)
 
 
 @kernels_and_features(DECODES, FEATURES, SOME_LAYOUTS)
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize(
     "query_lens, group",
     [(1, 4), (1, 5), (1, 16), (3, 1), (3, 4), (8, 1), (2, 16)]
     + [("drafts", 1), ("drafts", 4)],
 )
-def test_decodes(kernel, layout, features, with_newest, query_lens, group):
+def test_decodes(kernel, layout, features, with_raw, query_lens, group):
     """Each of several query tokens sees a window of its own."""
-    check_lengths(kernel, layout, features, with_newest, query_lens, group)
+    check_lengths(kernel, layout, features, with_raw, query_lens, group)
 
 
 @kernels_and_features(EXTENDS, FEATURES, SOME_LAYOUTS)
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("query_lens", [7, 16, 33, "tails"])
-def test_extends(kernel, layout, features, with_newest, query_lens):
+def test_extends(kernel, layout, features, with_raw, query_lens):
     """Extends with as many queries as each plan has, and in several passes."""
-    check_lengths(kernel, layout, features, with_newest, query_lens)
+    check_lengths(kernel, layout, features, with_raw, query_lens)
 
 
 # With an offset a window spans segments, of which the last have one offset.
@@ -131,21 +131,21 @@ def test_extends(kernel, layout, features, with_newest, query_lens):
         "offset-window": Features(2 * SEGMENT + 5, None, None, "far", 7, BF16),
     },
 )
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
-def test_splits(kernel, layout, features, with_newest, num_splits):
+def test_splits(kernel, layout, features, with_raw, num_splits):
     """Ranges of warps, teams and blocks begin anywhere in a window."""
     seq_lens = [6 * SEGMENT + 57, 40, SEGMENT]
     if not features.offset:
         seq_lens = [1000, 40, 613, 350]
     batch = Sequences(layout, seq_lens, 3, features=features)
-    batch.check(kernel, with_newest, num_splits)
+    batch.check(kernel, with_raw, num_splits)
 
 
 @kernels_and_features(
     CUDA, {x: NEAR._replace(offset=x, num_offsets=6) for x in ("near", "far")}
 )
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
 @pytest.mark.parametrize(
     "seq_lens",
@@ -156,12 +156,10 @@ def test_splits(kernel, layout, features, with_newest, num_splits):
     ],
     ids=["one", "many", "ragged"],
 )
-def test_splits_with_offsets(
-    kernel, layout, features, with_newest, num_splits, seq_lens
-):
+def test_splits_with_offsets(kernel, layout, features, with_raw, num_splits, seq_lens):
     """Ranges of warps, teams and blocks begin anywhere and span several offsets."""
     batch = Sequences(layout, seq_lens, 3, features=features)
-    batch.check(kernel, with_newest, num_splits)
+    batch.check(kernel, with_raw, num_splits)
 
 
 @kernels_and_features(
@@ -169,45 +167,45 @@ def test_splits_with_offsets(
     {x.replace(" ", "-"): NEAR._replace(offset=x) for x in OFFSETS}
     | {f"{n}-offsets": NEAR._replace(num_offsets=n) for n in (1, 2, 4, 7)},
 )
-@newest_or_stored
-def test_offsets(kernel, layout, features, with_newest):
+@raw_or_stored
+def test_offsets(kernel, layout, features, with_raw):
     """The last offset is that of all segments that follow."""
     seq_lens = [*SEGMENT_LENS, SEGMENT + 52, 4 * SEGMENT + 808]
     query_len = 8 if kernel.is_extend else 2
     batch = Sequences(layout, seq_lens, query_len, features=features)
-    batch.check(kernel, with_newest)
+    batch.check(kernel, with_raw)
 
 
 @kernels_and_features(CUDA, SINKS, SOME_LAYOUTS)
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("num_splits", [1, 8])
-def test_sinks(kernel, layout, features, with_newest, num_splits):
+def test_sinks(kernel, layout, features, with_raw, num_splits):
     """Sinks alone, where no token is seen, give zeros. Without a sink, a head's output
     is as without sinks.
     """
     batch = Sequences(layout, SEQ_LENS, 16 if kernel.is_extend else 2, 4, features)
-    output = batch.check(kernel, with_newest, num_splits)
+    output = batch.check(kernel, with_raw, num_splits)
     none = batch.scoring.sinks.isneginf()
     batch.scoring = batch.scoring._replace(sinks=None)
-    without_sinks = batch.check(kernel, with_newest, num_splits)
+    without_sinks = batch.check(kernel, with_raw, num_splits)
     assert torch.equal(output[:, none], without_sinks[:, none])
 
 
 @kernels(["outputs"])
-@newest_or_stored
+@raw_or_stored
 @pytest.mark.parametrize("num_splits", [1, 8])
-def test_sinks_of_each_kv_head(kernel, with_newest, num_splits):
+def test_sinks_of_each_kv_head(kernel, with_raw, num_splits):
     """Both KV heads have a pass, which a block has whole or in parts."""
     batch = Sequences(LAYOUT, [300], 16, features=SINKS["sinks"])
-    batch.check(kernel, with_newest, num_splits)
+    batch.check(kernel, with_raw, num_splits)
 
 
-def leave_nan(batch: Sequences, kernel: Kernel, with_newest: bool) -> None:
+def leave_nan(batch: Sequences, kernel: Kernel, with_raw: bool) -> None:
     """Have blocks read pages of NaN, which stay in shared memory for the next blocks.
 
     A tile that a block weighs without having read it then gives NaN.
     """
-    launch = batch.launch(with_newest)
+    launch = batch.launch(with_raw)
     call = launch.call._replace(
         kv_cache=torch.full_like(batch.cache, 0xFF),
         batch=launch.call.batch._replace(block_table=batch.table),
@@ -218,8 +216,8 @@ def leave_nan(batch: Sequences, kernel: Kernel, with_newest: bool) -> None:
 
 
 @kernels_and_features(CUDA, PAIRS, SOME_LAYOUTS)
-@newest_or_stored
-def test_pairs(kernel, layout, features, with_newest):
+@raw_or_stored
+def test_pairs(kernel, layout, features, with_raw):
     """A step has one offset, so it may begin with tiles that no query sees. Sinks are
     weighed against scores that include the offset's part, and have no cap. Hidden
     tokens have no score, rather than minus the cap.
@@ -229,8 +227,8 @@ def test_pairs(kernel, layout, features, with_newest):
     query_len = many if kernel.is_extend else few
     batch = Sequences(layout, seq_lens, query_len, features=features)
     if features.offset:
-        leave_nan(batch, kernel, with_newest)
-    batch.check(kernel, with_newest)
+        leave_nan(batch, kernel, with_raw)
+    batch.check(kernel, with_raw)
 
 
 @kernels(without("offset"))
@@ -258,25 +256,25 @@ def test_one_split_does_not_depend_on_the_batch(kernel, layout, features, query_
 
 
 @kernels(CUDA)
-@newest_or_stored
-def test_a_window_that_does_not_bind_changes_no_bit(kernel, with_newest):
+@raw_or_stored
+def test_a_window_that_does_not_bind_changes_no_bit(kernel, with_raw):
     batch = Sequences(LAYOUT, SEQ_LENS, 3)
-    expected = batch.attend(kernel, with_newest)
+    expected = batch.attend(kernel, with_raw)
     batch.scoring = batch.scoring._replace(sliding_window=max(SEQ_LENS))
-    assert torch.equal(batch.attend(kernel, with_newest), expected)
+    assert torch.equal(batch.attend(kernel, with_raw), expected)
 
 
 @kernels(CUDA)
-@newest_or_stored
-def test_a_cap_far_above_all_scores(kernel, with_newest):
+@raw_or_stored
+def test_a_cap_far_above_all_scores(kernel, with_raw):
     """A large cap keeps small scores, up to an error that is relative to the cap."""
     batch = Sequences(LAYOUT, SEQ_LENS, 3)
-    expected, scoring = batch.attend(kernel, with_newest), batch.scoring
+    expected, scoring = batch.attend(kernel, with_raw), batch.scoring
     batch.scoring = scoring._replace(soft_cap=1000.0)
-    output = batch.attend(kernel, with_newest)
+    output = batch.attend(kernel, with_raw)
     batch.scoring = scoring
     assert not torch.equal(output.nan_to_num(), expected.nan_to_num())
-    batch.compare(kernel, with_newest, output)
+    batch.compare(kernel, with_raw, output)
 
 
 @pytest.mark.parametrize("cap", [2.0, 50.0])
@@ -298,8 +296,8 @@ def test_capped_scores(cap):
         torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
         torch.full((num_seqs,), 2, dtype=torch.int32, device=DEVICE),
     )
-    newest = NewestTokens(query, key, value, 1.0)
-    call = merge_call(batch, output, 1, newest, soft_cap=cap)
+    raw = RawTokens(query, key, value, 1.0)
+    call = merge_call(batch, output, 1, raw, soft_cap=cap)
     merge_splits(Partials(torch.zeros_like(query), lse), call)
     weights = output[:, 0, 0].double().cpu()
     exact = cap * torch.tanh(scores.double().cpu() / cap)

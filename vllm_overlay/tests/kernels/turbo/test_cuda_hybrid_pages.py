@@ -16,7 +16,7 @@ from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from .attention_kernels import DECODES, kernels_and_layouts
 from .attention_utils import assert_within
-from .sequences import NUM_KV_HEADS, Features, Kernel, Sequences, newest_or_stored
+from .sequences import NUM_KV_HEADS, Features, Kernel, Sequences, raw_or_stored
 from .store_checks import check_bytes
 from .test_prefill import gather
 from .utils import (
@@ -70,7 +70,7 @@ def check(
     block_size: int,
     query_len: int,
     group: int,
-    with_newest: bool = True,
+    with_raw: bool = True,
     window: int | None = WINDOW,
 ) -> None:
     """Check sequences of which all tokens, or the last ones, are stored and seen."""
@@ -83,7 +83,7 @@ def check(
         block_size=block_size,
         num_stored=None if window is None else query_len + window,
     )
-    batch.compare(kernel, with_newest, batch.attend(kernel, with_newest))
+    batch.compare(kernel, with_raw, batch.attend(kernel, with_raw))
 
 
 @stores
@@ -111,9 +111,9 @@ def test_decodes(kernel, layout, block_size, group, query_len):
 @kernels_and_layouts(["extend"], LAYOUTS)
 @block_sizes
 @groups
-@newest_or_stored
-def test_extends(kernel, layout, block_size, group, with_newest):
-    check(kernel, layout, block_size, 16, group, with_newest)
+@raw_or_stored
+def test_extends(kernel, layout, block_size, group, with_raw):
+    check(kernel, layout, block_size, 16, group, with_raw)
 
 
 @requires_nvidia

@@ -15,8 +15,8 @@ from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     AttendedTokens,
     DecodeBatch,
-    NewestTokens,
     Partials,
+    RawTokens,
 )
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
@@ -41,7 +41,7 @@ all_sizes = pytest.mark.parametrize("head_size", SUPPORTED_HEAD_SIZES)
 output_dtypes = pytest.mark.parametrize(
     "dtype", [BF16, FP16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
-with_newest = pytest.mark.parametrize("with_newest", [False, True])
+with_raw = pytest.mark.parametrize("with_raw", [False, True])
 # Rounding of the output; for fp32, rounding of sums over up to 512 terms.
 TOLERANCES = {BF16: 2.0**-8, FP16: 2.0**-11, torch.float32: 2.0**-18}
 NUM_KV_HEADS = 2
@@ -67,20 +67,20 @@ def partial_results(
     return partial.flatten(0, 1), lse.flatten(0, 1)
 
 
-def newest_tokens(num_seqs: int, group: int, head_size: int, dtype) -> NewestTokens:
+def raw_tokens(num_seqs: int, group: int, head_size: int, dtype) -> RawTokens:
     """Views of one tensor, as of a fused projection; scores are as large as LSEs."""
     num_heads = group * NUM_KV_HEADS
     sizes = [num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
     qkv = gaussian(num_seqs, sum(sizes), head_size, dtype=dtype, seed=3)
     query, key, value = qkv.split(sizes, 1)
-    return NewestTokens(query, key, value, head_size**-0.5)
+    return RawTokens(query, key, value, head_size**-0.5)
 
 
 def expected_output(
     partial: torch.Tensor,
     lse: torch.Tensor,
     seq_lens: torch.Tensor,
-    newest: NewestTokens | None,
+    raw: RawTokens | None,
 ) -> torch.Tensor:
     """The merged output, (B, Hq, D) fp64."""
     num_seqs = seq_lens.shape[0]
@@ -89,13 +89,13 @@ def expected_output(
     matrix = rotation_matrix(head_size, lse.device, torch.float64, inverse=True)
     parts = partial.view(*lse.shape, head_size).double()
     parts = parts.where((lse != -math.inf)[..., None], 0) @ matrix * head_size**-0.5
-    if newest is not None:
-        group = num_heads // newest.key.shape[1]
+    if raw is not None:
+        group = num_heads // raw.key.shape[1]
         exists = (seq_lens > 0)[:, None]
         key, value = (
-            x.double().repeat_interleave(group, 1) for x in (newest.key, newest.value)
+            x.double().repeat_interleave(group, 1) for x in (raw.key, raw.value)
         )
-        score = (newest.query.double() * key).sum(-1) * newest.scale / math.log(2)
+        score = (raw.query.double() * key).sum(-1) * raw.scale / math.log(2)
         lse = torch.cat([lse, score.where(exists, -math.inf)[:, None]], 1)
         parts = torch.cat([parts, value.where(exists[..., None], 0)[:, None]], 1)
     weights = (lse * math.log(2)).softmax(1).nan_to_num()
@@ -113,7 +113,7 @@ def merge(
     lse: torch.Tensor,
     seq_lens: torch.Tensor,
     dtype: torch.dtype,
-    newest: NewestTokens | None = None,
+    raw: RawTokens | None = None,
     num_warps: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -124,61 +124,61 @@ def merge(
     output = buffer[:, 1:]
     if num_warps is not None:
         num_warps = min(num_warps, cuda_merge.block_warps(head_size))
-    call = merge_call(batch_of(seq_lens), output, NUM_KV_HEADS, newest, sinks=sinks)
+    call = merge_call(batch_of(seq_lens), output, NUM_KV_HEADS, raw, sinks=sinks)
     cuda_merge.merge_splits(Partials(partial, lse), call, num_warps)
     assert buffer[:, 0].isnan().all()
     return output
 
 
 def lengths(counts: list[int]) -> torch.Tensor:
-    """Lengths that surely have tokens in ``counts`` splits, or only a newest token."""
+    """Lengths that surely have tokens in ``counts`` splits, or only a raw token."""
     return torch.tensor([100 * n + 1 for n in counts], device=DEVICE).int()
 
 
 @requires_cuda
 @all_sizes
 @output_dtypes
-@with_newest
+@with_raw
 @pytest.mark.parametrize("num_warps", [None, 1, 2, 4, 8])
 @pytest.mark.parametrize(
     "counts, num_splits",
     [([1, 0, 1], 1), ([3, 1, 2], 3), ([8, 3, 0, 1, 9], 51), ([64, 33, 32], 64)],
     ids=str,
 )
-def test_against_fp64(head_size, dtype, with_newest, num_warps, counts, num_splits):
+def test_against_fp64(head_size, dtype, with_raw, num_warps, counts, num_splits):
     for group in (1, 4, 5):
         num_heads = group * NUM_KV_HEADS
         partial, lse = partial_results(counts, num_splits, num_heads, head_size)
-        newest = newest_tokens(len(counts), group, head_size, dtype)
+        raw = raw_tokens(len(counts), group, head_size, dtype)
         arguments = partial, lse, lengths(counts)
-        newest = newest if with_newest else None
-        output = merge(*arguments, dtype, newest, num_warps)
-        expected = expected_output(*arguments, newest)
+        raw = raw if with_raw else None
+        output = merge(*arguments, dtype, raw, num_warps)
+        expected = expected_output(*arguments, raw)
         allowed = TOLERANCES[dtype] * expected.abs().max()
         assert_within(output, expected, allowed)
-        again = merge(*arguments, dtype, newest, num_warps)
+        again = merge(*arguments, dtype, raw, num_warps)
         assert torch.equal(output, again)
 
 
 @requires_cuda
 @all_sizes
-@with_newest
+@with_raw
 @pytest.mark.parametrize("num_warps", [1, 8])
 @pytest.mark.parametrize(
     "counts, num_splits", [([1, 0, 1], 1), ([8, 3, 0, 1, 9], 51)], ids=str
 )
 @pytest.mark.parametrize("sinks_dtype", TOLERANCES, ids=str)
-def test_sinks(head_size, with_newest, num_warps, counts, num_splits, sinks_dtype):
+def test_sinks(head_size, with_raw, num_warps, counts, num_splits, sinks_dtype):
     """Sinks count as one more split, whose values are zero; alone they give zero."""
     num_heads = 4 * NUM_KV_HEADS
     # Both KV heads' query heads have the same sinks, in different places.
     sinks = torch.tensor([-math.inf, -20.0, 0.0, 20.0], device=DEVICE)
     sinks = torch.cat([sinks, sinks.roll(1)])
     partial, lse = partial_results(counts, num_splits, num_heads, head_size)
-    newest = newest_tokens(len(counts), 4, head_size, torch.float32)
-    newest = newest if with_newest else None
+    raw = raw_tokens(len(counts), 4, head_size, torch.float32)
+    raw = raw if with_raw else None
     arguments = partial, lse, lengths(counts)
-    output = merge(*arguments, torch.float32, newest, num_warps, sinks.to(sinks_dtype))
+    output = merge(*arguments, torch.float32, raw, num_warps, sinks.to(sinks_dtype))
     shape = (len(counts), num_splits, num_heads)
     ones = (sinks / math.log(2)).expand(len(counts), 1, -1)
     lse = torch.cat([lse.view(shape), ones], 1).flatten(0, 1)
@@ -189,7 +189,7 @@ def test_sinks(head_size, with_newest, num_warps, counts, num_splits, sinks_dtyp
         ],
         1,
     ).flatten(0, 1)
-    expected = expected_output(partial, lse, lengths(counts), newest)
+    expected = expected_output(partial, lse, lengths(counts), raw)
     allowed = TOLERANCES[torch.float32] * expected.abs().max()
     assert_within(output, expected, allowed)
 
@@ -214,15 +214,15 @@ def test_sinks_that_are_not_taken(name):
 
 @requires_cuda
 @all_sizes
-@with_newest
-def test_against_triton(head_size, with_newest):
+@with_raw
+def test_against_triton(head_size, with_raw):
     counts = [40, 0, 7, 1] * 20
     partial, lse = partial_results(counts, 40, 8, head_size)
-    newest = newest_tokens(len(counts), 4, head_size, FP16) if with_newest else None
-    output = merge(partial, lse, lengths(counts), FP16, newest)
+    raw = raw_tokens(len(counts), 4, head_size, FP16) if with_raw else None
+    output = merge(partial, lse, lengths(counts), FP16, raw)
     expected = torch.empty_like(output)
     batch = batch_of(lengths(counts))
-    call = merge_call(batch, expected, NUM_KV_HEADS, newest)
+    call = merge_call(batch, expected, NUM_KV_HEADS, raw)
     triton_merge(Partials(partial, lse), call)
     allowed = 2 * TOLERANCES[FP16] * expected.abs().max()
     assert_within(output, expected, allowed)
@@ -230,16 +230,16 @@ def test_against_triton(head_size, with_newest):
 
 @requires_cuda
 @all_sizes
-def test_padding_and_a_newest_token_alone(head_size):
+def test_padding_and_a_raw_token_alone(head_size):
     """Padding gives zeros for any q, K and V; one token gives its value."""
     partial, lse = partial_results([0, 0, 2], 4, 8, head_size)
-    newest = newest_tokens(3, 4, head_size, BF16)
-    for x in newest[:3]:
+    raw = raw_tokens(3, 4, head_size, BF16)
+    for x in raw[:3]:
         x[0] = math.nan
     seq_lens = torch.tensor([0, 1, 100], device=DEVICE).int()
-    output = merge(partial, lse, seq_lens, BF16, newest)
+    output = merge(partial, lse, seq_lens, BF16, raw)
     assert (output[0] == 0).all()
-    assert torch.equal(output[1], newest.value[1].repeat_interleave(4, 0))
+    assert torch.equal(output[1], raw.value[1].repeat_interleave(4, 0))
     assert output[2].isfinite().all()
 
 
@@ -268,11 +268,11 @@ def test_weights_that_vanish_are_not_read():
 @pytest.mark.parametrize("broken", ["lse", "partial", "query", "key", "value"])
 def test_nan_stays_in_its_row(broken):
     partial, lse = partial_results([5, 5], 8, 8, 128)
-    newest = newest_tokens(2, 4, 128, BF16)
-    whole = merge(partial, lse, lengths([5, 5]), BF16, newest)
-    tensors = {"lse": lse, "partial": partial, **newest._asdict()}
+    raw = raw_tokens(2, 4, 128, BF16)
+    whole = merge(partial, lse, lengths([5, 5]), BF16, raw)
+    tensors = {"lse": lse, "partial": partial, **raw._asdict()}
     tensors[broken][0, 0] = math.nan
-    output = merge(partial, lse, lengths([5, 5]), BF16, newest)
+    output = merge(partial, lse, lengths([5, 5]), BF16, raw)
     assert output[0, 0].isnan().all()
     assert torch.equal(output[0, 4:], whole[0, 4:])
     assert torch.equal(output[1], whole[1])
@@ -360,18 +360,18 @@ def test_partial_results_beyond_4_gib(num_warps):
 
 
 @requires_nvidia
-@with_newest
-def test_a_graph_is_replayed_with_other_inputs(with_newest):
-    """A replay reads the lengths and newest tokens that tensors then hold."""
+@with_raw
+def test_a_graph_is_replayed_with_other_inputs(with_raw):
+    """A replay reads the lengths and raw tokens that tensors then hold."""
     batches = [[3, 6, 0, 1], [0, 0, 0, 0], [6, 6, 6, 6], [1, 2, 0, 4]]
     inputs = [
         (*partial_results(counts, 6, 8, 128), lengths(counts)) for counts in batches
     ]
     inputs[1][2].zero_()
-    newest = newest_tokens(4, 4, 128, BF16)
-    given = newest if with_newest else None
+    raw = raw_tokens(4, 4, 128, BF16)
+    given = raw if with_raw else None
     static = tuple(torch.empty_like(x) for x in inputs[0])
-    output = torch.empty_like(newest.query)
+    output = torch.empty_like(raw.query)
     merge(*inputs[0], BF16, given)  # builds and loads
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -380,7 +380,7 @@ def test_a_graph_is_replayed_with_other_inputs(with_newest):
         call = merge_call(of_graph, output, NUM_KV_HEADS, given)
         cuda_merge.merge_splits(partials, call)
     for index, batch in enumerate(inputs):
-        for x in newest[:3]:
+        for x in raw[:3]:
             x.copy_(gaussian(*x.shape, dtype=BF16, seed=index))
         for target, source in zip(static, batch):
             target.copy_(source)
@@ -464,8 +464,8 @@ def test_warps_a_row_with_tail(head_size, group):
 @all_sizes
 @output_dtypes
 @pytest.mark.parametrize("sinks", [None, 1.5])
-def test_results_of_the_newest_tokens(head_size, dtype, sinks):
-    """Given the result of attention to the newest tokens, the merge gives the same as
+def test_results_of_raw_tokens(head_size, dtype, sinks):
+    """Given the result of attention to the raw tokens, the merge gives the same as
     if it attends to them, up to rounding. Tokens that do not exist have a NaN there.
     """
     query_len, group, seq_lens = 5, 2, [900, 3, 0, 40]
@@ -473,7 +473,7 @@ def test_results_of_the_newest_tokens(head_size, dtype, sinks):
     counts = [4, 0, 0, 1]
     partial, lse = partial_results(counts, 4, query_len * num_heads, head_size)
     partial = partial.view(-1, num_heads, head_size)
-    newest = newest_tokens(num_tokens, group, head_size, dtype)
+    raw = raw_tokens(num_tokens, group, head_size, dtype)
     batch = DecodeBatch(
         len(seq_lens),
         torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
@@ -482,17 +482,15 @@ def test_results_of_the_newest_tokens(head_size, dtype, sinks):
     )
     output = torch.full((num_tokens, num_heads, head_size), math.nan, device=DEVICE)
     own_lse = torch.full((num_heads, num_tokens), math.nan, device=DEVICE)
-    key, value = (
-        x.float().repeat_interleave(group, 1) for x in (newest.key, newest.value)
-    )
+    key, value = (x.float().repeat_interleave(group, 1) for x in (raw.key, raw.value))
     for row, length in enumerate(seq_lens):
         end = (row + 1) * query_len
         begin = end - min(length, query_len)
         for token in range(begin, end):
             scores = torch.einsum(
-                "hd,thd->ht", newest.query[token].float(), key[begin : token + 1]
+                "hd,thd->ht", raw.query[token].float(), key[begin : token + 1]
             )
-            scores *= newest.scale
+            scores *= raw.scale
             own_lse[:, token] = scores.logsumexp(1)
             output[token] = torch.einsum(
                 "ht,thd->hd", scores.softmax(1), value[begin : token + 1]
@@ -501,7 +499,7 @@ def test_results_of_the_newest_tokens(head_size, dtype, sinks):
     if sinks is not None:
         sinks = sinks * torch.linspace(-1, 1, num_heads, device=DEVICE)
     results = []
-    for tokens in (newest, newest._replace(attended=attended)):
+    for tokens in (raw, raw._replace(attended=attended)):
         result = torch.full_like(attended.output, math.nan)
         partials = Partials(partial, lse.view(-1, num_heads))
         call = merge_call(batch, result, NUM_KV_HEADS, tokens, sinks=sinks)

@@ -83,7 +83,7 @@ def served(
     variant: Variant,
 ):
     """Load the modules that the kernels' entry points load, for all batches, with and
-    without newest tokens.
+    without raw tokens.
     """
     STORE.load(layout, None, DEVICE, variant._replace(tail=False))
     STORE.load(layout, None, DEVICE, variant)

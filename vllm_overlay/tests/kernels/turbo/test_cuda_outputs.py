@@ -258,8 +258,8 @@ def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
     assert (output - expected).abs().max() <= 2e-3 * expected.abs().max()
 
 
-def test_own_tokens_from_the_cache(folder):
-    """Own tokens in the cache are attended to with all others there."""
+def test_query_tokens_from_the_cache(folder):
+    """Query tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
     layer = Layer.make(folder, kv_sharing_target_layer_name="layers.0.attn")
     batch = Batch.make(layer.impl, requests)
@@ -282,12 +282,12 @@ def test_scratch_is_reserved(folder, max_call_tokens, monkeypatch):
     counts: list[int] = []
 
     def attend(call: AttentionCall, scratch: OutputScratch) -> None:
-        assert call.query is not None and call.newest is not None
+        assert call.query is not None and call.raw is not None
         batch, num_tokens = call.batch, call.query.shape[0]
-        assert num_tokens == call.newest.query.shape[0] == call.output.shape[0]
+        assert num_tokens == call.raw.query.shape[0] == call.output.shape[0]
         assert int(batch.query_start_loc[-1]) == num_tokens
         assert isinstance(scratch, OutputScratch)
-        assert len(scratch.own_tiles) >= num_tokens // TILE_TOKENS + batch.num_seqs
+        assert len(scratch.raw_tiles) >= num_tokens // TILE_TOKENS + batch.num_seqs
         assert scratch.partial.shape[0] == scratch.partial_lse.shape[0]
         assert scratch.partial.shape[0] >= 2 * runner.num_sms * 256
         counts.append(num_tokens)

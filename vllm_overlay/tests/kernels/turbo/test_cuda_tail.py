@@ -21,9 +21,9 @@ from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
     DecodeBatch,
     KeyOffset,
-    NewestTokens,
     OffsetScores,
     Partials,
+    RawTokens,
     RotatedQuery,
     StoreCall,
 )
@@ -170,9 +170,9 @@ class Scene:
         Args:
             kernel: The kernel.
             num_splits: Splits of a sequence.
-            dtype: dtype of the newest tokens and of the output.
+            dtype: dtype of the raw tokens and of the output.
             attends_before: Whether the merge gets the result of attention to the
-                newest tokens.
+                raw tokens.
             options: Options of an ``AttentionFn``.
 
         """
@@ -188,11 +188,11 @@ class Scene:
         if self.offsets is not None:
             offset = OffsetScores(query, self.offsets, scale)
         tail = self.tails[0]
-        newest = NewestTokens(
+        raw = RawTokens(
             *(x[:total].to(dtype) for x in (self.query, self.key, self.value)), scale
         )
         if attends_before:
-            newest = newest._replace(attended=self.attended(newest, **options))
+            raw = raw._replace(attended=self.attended(raw, **options))
         attend_by(
             kernel.attend,
             rotate_query(query, self.layout),
@@ -207,7 +207,7 @@ class Scene:
             ),
             Partials(partial, partial[:, :, 0].contiguous()),
             output,
-            newest,
+            raw,
             offset,
             tail,
             **options,
@@ -215,14 +215,14 @@ class Scene:
         return output
 
     def attended(
-        self, newest: NewestTokens, sinks: object = None, **options: Any
+        self, raw: RawTokens, sinks: object = None, **options: Any
     ) -> AttendedTokens:
-        """The result of attention of each sequence to its newest tokens."""
-        output = torch.empty_like(newest.query)
+        """The result of attention of each sequence to its raw tokens."""
+        output = torch.empty_like(raw.query)
         lse = output.new_empty(output.shape[1::-1], dtype=torch.float32)
         for part in map(slice, self.starts, self.starts[1:]):
             result, own_lse = reference.attention(
-                *(x[part].float() for x in newest[:3]), newest.scale, **options
+                *(x[part].float() for x in raw[:3]), raw.scale, **options
             )
             output[part], lse[:, part] = result.to(output.dtype), own_lse.T
         return AttendedTokens(output, lse)
@@ -247,9 +247,9 @@ class Scene:
         outputs = []
         for row, length in enumerate(self.lens):
             part = slice(*self.starts[row : row + 2])
-            query, num_own = self.query[part], part.stop - part.start
-            num_packed = int(tail.packed_lens[row]) - num_own
-            positions = torch.arange(length - num_own, device=DEVICE)
+            query, num_raw = self.query[part], part.stop - part.start
+            num_packed = int(tail.packed_lens[row]) - num_raw
+            positions = torch.arange(length - num_raw, device=DEVICE)
             cached = load_context(
                 self.caches[1], self.table[row], num_packed, self.layout
             )
@@ -260,16 +260,16 @@ class Scene:
                 segments = (positions // SEGMENT).clamp(max=len(self.offsets) - 1)
                 key = key + self.offsets[segments]
                 taken_off[:num_packed] = self.offsets[segments[:num_packed]]
-            newest = self.key[part].float()
+            raw = self.key[part].float()
             outputs.append(
                 attention_of_rounded(
                     kernel.rounded(query),
                     query,
-                    torch.cat([key, newest]),
+                    torch.cat([key, raw]),
                     torch.cat([value, self.value[part].float()]),
                     length - num_packed,
                     self.layout.head_size**-0.5,
-                    torch.cat([taken_off, torch.zeros_like(newest)]),
+                    torch.cat([taken_off, torch.zeros_like(raw)]),
                     **options,
                 )
             )
@@ -413,7 +413,7 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
 @kernels_and_layouts(without("tail"))
 @pytest.mark.parametrize("num_splits", [1, 8])
 def test_soft_cap(layout, kernel, num_splits):
-    """The cap applies to packed tokens, the tail and the newest tokens.
+    """The cap applies to packed tokens, the tail and the raw tokens.
 
     Errors are those of ``test_attention``.
     """
@@ -465,8 +465,8 @@ def test_sliding_window(layout, kernel, num_splits, sliding_window, with_offset)
 @kernels([x for x in without("tail") if x in EXTENDS])
 @pytest.mark.parametrize("sliding_window", [None, 20])
 @with_offset
-def test_newest_tokens_that_are_attended_to_before(kernel, sliding_window, with_offset):
-    """The newest tokens' result is added to the tail's, once."""
+def test_raw_tokens_that_are_attended_to_before(kernel, sliding_window, with_offset):
+    """The raw tokens' result is added to the tail's, once."""
     scene = Scene(LAYOUT, with_offset=with_offset, sliding_window=sliding_window)
     query_lens = [2, 1, 33, 1, 2, 1, 33, 1, 1]
     scene.step(query_lens)
@@ -494,12 +494,12 @@ def test_soft_cap_of_a_sliding_window(layout, kernel):
         assert error <= 2**-10 * expected.norm(), row
 
 
-def test_a_tail_is_only_with_the_newest_tokens():
+def test_a_tail_is_only_with_raw_tokens():
     scene = Scene(LAYOUT)
     scene.step([1] * len(CONTEXTS))
     query = scene.query[: len(CONTEXTS)]
     partial = torch.zeros(len(CONTEXTS), *query.shape[1:], device=DEVICE)
-    with pytest.raises(AssertionError, match="without the newest tokens"):
+    with pytest.raises(AssertionError, match="without raw tokens"):
         attend_by(
             DECODE_KERNEL.attend,
             RotatedQuery(query.half().contiguous(), partial[..., 0].contiguous()),

@@ -227,8 +227,8 @@ def test_one_hot_query_reads_the_key(name, head_size):
 
 @all_presets
 @kernel_head_sizes
-def test_newest_token_is_not_quantised(name, head_size):
-    """The newest token's bytes are not read; alone in a sequence it gives its V."""
+def test_raw_token_is_not_quantised(name, head_size):
+    """The raw token's bytes are not read; alone in a sequence it gives its V."""
     layout = TurboFormat.from_cache_dtype(name, head_size)
     seq_lens = [1, 34, 0, 17]
     cache = new_cache(layout, num_blocks_for(seq_lens, 16), NUM_KV_HEADS, 16)
@@ -239,7 +239,7 @@ def test_newest_token_is_not_quantised(name, head_size):
     shape = (len(seq_lens), NUM_KV_HEADS, head_size)
     key, value = (gaussian(*shape, dtype=BF16, seed=seed) for seed in (8, 9))
     query = gaussian(len(seq_lens), 4 * NUM_KV_HEADS, head_size, dtype=BF16)
-    output = decode(query, cache, table, seq_lens, layout, newest=(key, value))
+    output = decode(query, cache, table, seq_lens, layout, raw=(key, value))
     assert torch.equal(output[0], value[0].repeat_interleave(4, 0))
     assert (output[2] == 0).all()
     for row in (1, 3):
@@ -265,8 +265,8 @@ def test_nan_of_a_sequence_stays_its_own(broken):
     }
 
     def run() -> torch.Tensor:
-        query, *newest = tensors.values()
-        return decode(query, cache, table, seq_lens, layout, newest=tuple(newest))
+        query, *raw = tensors.values()
+        return decode(query, cache, table, seq_lens, layout, raw=tuple(raw))
 
     whole = run()
     tensors[broken][0, 0, 5] = math.nan

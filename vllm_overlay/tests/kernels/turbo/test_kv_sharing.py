@@ -80,7 +80,7 @@ def check(
 ) -> None:
     """Check both layers with one step's metadata.
 
-    The layer that stores attends to raw newest tokens in mode raw. The layer that
+    The layer that stores attends to raw tokens in mode raw. The layer that
     shares its cache, with other queries, attends to all tokens as stored.
     """
     target, sharing = make_layers(config, path, window)

@@ -21,9 +21,9 @@ from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     DecodeBatch,
     KeyOffset,
-    NewestTokens,
     OffsetScores,
     Partials,
+    RawTokens,
     RotatedQuery,
     StoreCall,
 )
@@ -79,7 +79,7 @@ def attend(
     query_start_loc: torch.Tensor | None,
     num_seqs: int,
     query_len: int,
-    with_newest: bool,
+    with_raw: bool,
     packed_lens: torch.Tensor | None,
     query: torch.Tensor,
     key_offset: torch.Tensor | None,
@@ -92,7 +92,7 @@ def attend(
 
     assert packed_lens is None and enable_pdl
     # Only the merge reads them, which is left out.
-    newest = NewestTokens(rotated_query, kv_cache, kv_cache, 0.0)
+    raw = RawTokens(rotated_query, kv_cache, kv_cache, 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_decode, "launch_merge", lambda *args: None)
         # CUDA's merge gets all splits that there is room for.
@@ -107,7 +107,7 @@ def attend(
             DecodeBatch(num_seqs, block_table, seq_lens, query_len, query_start_loc),
             Partials(partial_output, partial_lse),
             rotated_query,
-            newest if with_newest else None,
+            raw if with_raw else None,
             None
             if key_offset is None
             else OffsetScores(query, key_offset, factor / LOG2_E),
@@ -125,7 +125,7 @@ def merge(
     key: torch.Tensor,
     value: torch.Tensor,
     num_kv_heads: int,
-    with_newest: bool,
+    with_raw: bool,
     factor: float,
     query_start_loc: torch.Tensor | None,
     num_seqs: int,
@@ -139,13 +139,13 @@ def merge(
     assert tail_pages is None
     *_, sliding_window, sinks, soft_cap, lse, result, result_lse, enable_pdl = others
     assert enable_pdl and result is result_lse is None
-    newest = NewestTokens(query, key, value, factor / LOG2_E)
+    raw = RawTokens(query, key, value, factor / LOG2_E)
     no_table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
     call = merge_call(
         DecodeBatch(num_seqs, no_table, seq_lens, query_len, query_start_loc),
         output,
         num_kv_heads,
-        newest if with_newest else None,
+        raw if with_raw else None,
         sliding_window=sliding_window or None,
         sinks=sinks,
         soft_cap=soft_cap / LOG2_E or None,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, NewestTokens, Partials
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RawTokens
 
 from .attention_utils import merge_call
 from .utils import DEVICE, FP16, gaussian, requires_triton
@@ -56,7 +56,7 @@ class Splits:
         return rotated, lse[written] * math.log(2)
 
 
-def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
+def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], raw):
     """Merge into a tensor of NaN with two rows more than there are tokens."""
     from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
 
@@ -75,21 +75,21 @@ def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], newest):
         ),
         buffer[:num_tokens],
         NUM_KV_HEADS,
-        None if newest is None else NewestTokens(*newest, SCALE),
+        None if raw is None else RawTokens(*raw, SCALE),
     )
     merge_splits(Partials(splits.partial, splits.lse), call)
     assert buffer[num_tokens:].isnan().all()
     return buffer[:num_tokens]
 
 
-def newest_tokens(num_tokens: int) -> tuple[torch.Tensor, ...]:
+def raw_tokens(num_tokens: int) -> tuple[torch.Tensor, ...]:
     """Query, key and value, as views of one tensor."""
     sizes = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
     qkv = gaussian(num_tokens, sum(sizes), HEAD_SIZE, dtype=FP16, seed=3)
     return qkv.split(sizes, 1)
 
 
-def check(output: torch.Tensor, splits: Splits, query_lens: list[int], newest) -> None:
+def check(output: torch.Tensor, splits: Splits, query_lens: list[int], raw) -> None:
     """Compare each row to attention over the splits and tokens that it should see."""
     token = 0
     for sequence, query_len in enumerate(query_lens):
@@ -97,8 +97,8 @@ def check(output: torch.Tensor, splits: Splits, query_lens: list[int], newest) -
         for place in range(query_len):
             for head in range(NUM_HEADS):
                 values, scores = splits.of_row(sequence, place, head)
-                if newest is not None:
-                    query, key, value = (x.double() for x in newest)
+                if raw is not None:
+                    query, key, value = (x.double() for x in raw)
                     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
                     own = key[first : token + 1, kv_head] @ query[token, head] * SCALE
                     scores = torch.cat([scores, own])
@@ -110,17 +110,17 @@ def check(output: torch.Tensor, splits: Splits, query_lens: list[int], newest) -
 
 
 @pytest.mark.parametrize("num_splits", [1, 9, 64])
-@pytest.mark.parametrize("with_newest", [False, True])
+@pytest.mark.parametrize("with_raw", [False, True])
 @pytest.mark.parametrize("query_lens", BATCHES.values(), ids=BATCHES)
-def test_every_split_counts(query_lens, with_newest, num_splits):
+def test_every_split_counts(query_lens, with_raw, num_splits):
     """Each split counts, with few splits and the most, and if the last splits have no
     tokens.
     """
     counts = [max(1, num_splits - 3 * row) for row in range(len(query_lens))]
     splits = Splits(counts, num_splits, max(query_lens))
-    newest = newest_tokens(sum(query_lens)) if with_newest else None
-    output = merge(splits, query_lens, [1000] * len(query_lens), newest)
-    check(output, splits, query_lens, newest)
+    raw = raw_tokens(sum(query_lens)) if with_raw else None
+    output = merge(splits, query_lens, [1000] * len(query_lens), raw)
+    check(output, splits, query_lens, raw)
 
 
 @pytest.mark.parametrize(
@@ -133,22 +133,22 @@ def test_tokens_that_padding_lacks(query_lens):
     """
     seq_lens = [1, 2, 0]
     splits = Splits([0, 0, 0], 2, 3)
-    newest = newest_tokens(sum(query_lens))
+    raw = raw_tokens(sum(query_lens))
     ends = torch.tensor(query_lens).cumsum(0).tolist()
     missing = [
         token
         for end, query_len, seq_len in zip(ends, query_lens, seq_lens)
         for token in range(end - query_len, end - seq_len)
     ]
-    for x in newest:
+    for x in raw:
         x[missing] = math.nan
-    output = merge(splits, query_lens, seq_lens, newest)
+    output = merge(splits, query_lens, seq_lens, raw)
     assert (output[missing] == 0).all()
-    _, key, value = newest
+    _, key, value = raw
     assert torch.equal(output[2], value[2].float().repeat_interleave(2, 0))
     # The second sequence's two tokens are like a query of two.
     short = Splits([0], 2, 2)
-    own = tuple(x[4:6] for x in newest)
+    own = tuple(x[4:6] for x in raw)
     check(output[4:6], short, [2], own)
 
 
@@ -198,6 +198,6 @@ def test_parts_of_ranks(query_lens):
     splits.lse[missing] = math.nan
     parts = parts_of_ranks(splits, query_lens, 3)
     assert not parts.lse.isnan().any() and parts.partial.isfinite().all()
-    newest = newest_tokens(sum(query_lens))
-    output = merge(parts, query_lens, [1000] * len(query_lens), newest)
-    check(output, splits, query_lens, newest)
+    raw = raw_tokens(sum(query_lens))
+    output = merge(parts, query_lens, [1000] * len(query_lens), raw)
+    check(output, splits, query_lens, raw)

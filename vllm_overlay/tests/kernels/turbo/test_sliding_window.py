@@ -174,7 +174,7 @@ def test_slices(window, stored):
                 assert start + length == contexts[request] + end - first
                 cached_end = start + length if stored else contexts[request]
                 assert num_cached == max(cached_end - start, 0)
-                assert int(runs.own_starts[run]) == end - (length - num_cached)
+                assert int(runs.raw_starts[run]) == end - (length - num_cached)
         expected = [
             (request, token)
             for request, length in enumerate(lens)

@@ -17,9 +17,9 @@ from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     KeyOffset,
-    NewestTokens,
     OffsetScores,
     Partials,
+    RawTokens,
     StoreCall,
 )
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
@@ -526,7 +526,7 @@ def test_offset_of_keys(name, num_segments, path):
     assert ((found - known).abs() <= error_bound(known)).all()
 
 
-def newest_tokens(scene: Scene, query_lens: list[int]) -> NewestTokens:
+def raw_tokens(scene: Scene, query_lens: list[int]) -> RawTokens:
     """The sequences' last tokens, as views of one tensor; padding is NaN."""
     num_tokens, head_size = sum(query_lens), scene.layout.head_size
     sizes = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
@@ -541,13 +541,13 @@ def newest_tokens(scene: Scene, query_lens: list[int]) -> NewestTokens:
             key[first:last] = scene.keys[row][length - count : length]
             value[first:last] = scene.values[row][length - count : length]
         first = last
-    return NewestTokens(query, key, value, head_size**-0.5)
+    return RawTokens(query, key, value, head_size**-0.5)
 
 
 def attend(
     scene: Scene,
     query_lens: list[int],
-    newest: NewestTokens,
+    raw: RawTokens,
     path: str,
     num_splits: int = 2,
     dtype: torch.dtype | None = None,
@@ -559,13 +559,13 @@ def attend(
     layout, num_seqs, query_len = scene.layout, len(query_lens), max(query_lens)
     shape = (num_seqs * num_splits * query_len, NUM_HEADS, layout.head_size)
     partial = torch.full(shape, math.nan, device=DEVICE)
-    output = torch.full_like(newest.query, math.nan, dtype=dtype)
+    output = torch.full_like(raw.query, math.nan, dtype=dtype)
     offset = None
     if scene.table is not None:
-        offset = OffsetScores(newest.query, scene.table, newest.scale)
+        offset = OffsetScores(raw.query, scene.table, raw.scale)
     is_uniform = len(set(query_lens)) == 1
     PATHS[path][1](
-        rotate_query(newest.query, layout),
+        rotate_query(raw.query, layout),
         scene.cache,
         layout,
         DecodeBatch(
@@ -577,7 +577,7 @@ def attend(
         ),
         Partials(partial, partial[:, :, 0].clone()),
         output,
-        newest,
+        raw,
         offset,
         scene.last_tail,
         **options,
@@ -586,23 +586,23 @@ def attend(
 
 
 def seen_tokens(
-    scene: Scene, row: int, newest: NewestTokens, tokens: slice
+    scene: Scene, row: int, raw: RawTokens, tokens: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V, (T, H, D) fp32, that a sequence's queries should attend to."""
-    first_own = scene.lengths[row] - (tokens.stop - tokens.start)
+    first_raw = scene.lengths[row] - (tokens.stop - tokens.start)
     num_tail = scene.lengths[row] - int(scene.last_tail.packed_lens[row])
-    num_packed = first_own - num_tail
+    num_packed = first_raw - num_tail
     parts = [
         load_context(scene.cache, scene.block_table[row], num_packed, scene.layout)
     ]
     if num_tail > 0:
-        parts.append(scene.tail_rows(row, num_packed, first_own))
+        parts.append(scene.tail_rows(row, num_packed, first_raw))
     keys, values = (torch.cat(side) for side in zip(*parts))
     if scene.table is not None:
-        segments = torch.arange(first_own, device=DEVICE) // SEGMENT
+        segments = torch.arange(first_raw, device=DEVICE) // SEGMENT
         keys = keys + scene.table[segments.clamp(max=len(scene.table) - 1)]
-    keys = torch.cat([keys, newest.key[tokens].float()])
-    return keys, torch.cat([values, newest.value[tokens].float()])
+    keys = torch.cat([keys, raw.key[tokens].float()])
+    return keys, torch.cat([values, raw.value[tokens].float()])
 
 
 def visible_blocks(
@@ -624,13 +624,13 @@ def check_attention(
 
     The options are those of both ``reference.attention`` and an ``AttentionFn``.
     """
-    newest = newest_tokens(scene, query_lens)
+    raw = raw_tokens(scene, query_lens)
     if scene.table is not None:
         # Scores of some hundreds leave the softmax one token.
-        newest.query.mul_(0.1)
+        raw.query.mul_(0.1)
     seen = scene.block_table
     scene.block_table = visible_blocks(scene, query_lens, options)
-    output = attend(scene, query_lens, newest, path, num_splits, **options)
+    output = attend(scene, query_lens, raw, path, num_splits, **options)
     scene.block_table = seen
     first = 0
     for row, count in enumerate(query_lens):
@@ -639,9 +639,9 @@ def check_attention(
         if scene.lengths[row] == 0:
             assert (output[tokens] == 0).all()
         elif count > 0:
-            keys, values = seen_tokens(scene, row, newest, tokens)
-            where = output[tokens], newest.query[tokens], keys, values
-            assert_by_2x_rule(*where, newest.scale, scene.dtype, **options)
+            keys, values = seen_tokens(scene, row, raw, tokens)
+            where = output[tokens], raw.query[tokens], keys, values
+            assert_by_2x_rule(*where, raw.scale, scene.dtype, **options)
 
 
 ATTENDED = [("turbo4", 64), ("turbo3", 64), ("turbo4", 80), ("turbo3", 128)]
@@ -699,14 +699,14 @@ def test_tail_of_the_whole_context(name, with_offset, path):
     contexts = [11, 1, 5]
     scene.step(contexts)
     assert scene.step([2] * 3) == contexts
-    newest = newest_tokens(scene, [2] * 3)
-    output = attend(scene, [2] * 3, newest, path, dtype=torch.float32)
+    raw = raw_tokens(scene, [2] * 3)
+    output = attend(scene, [2] * 3, raw, path, dtype=torch.float32)
     for row in range(3):
         tokens = slice(2 * row, 2 * row + 2)
-        keys, values = seen_tokens(scene, row, newest, tokens)
-        query = newest.query[tokens].double()
+        keys, values = seen_tokens(scene, row, raw, tokens)
+        query = raw.query[tokens].double()
         expected, _ = reference.attention(
-            query, keys.double(), values.double(), newest.scale
+            query, keys.double(), values.double(), raw.scale
         )
         error = (output[tokens] - expected).abs().max().item()
         assert error <= 2**-16 * values.abs().max().item()
@@ -722,27 +722,27 @@ def test_offset_in_scores(name, num_segments, path):
     scene = Scene(small(name), 1, 6, 32, blocks, dtype=FP16, table=table)
     scene.step([SEGMENT + 3])
     assert scene.step([2]) == [6]
-    newest = newest_tokens(scene, [2])
+    raw = raw_tokens(scene, [2])
     # Scores of some hundreds leave the softmax one token.
-    newest.query.mul_(0.1)
-    keys, values = seen_tokens(scene, 0, newest, slice(0, 2))
-    output = attend(scene, [2], newest, path)
-    assert_by_2x_rule(output, newest.query, keys, values, newest.scale, FP16)
+    raw.query.mul_(0.1)
+    keys, values = seen_tokens(scene, 0, raw, slice(0, 2))
+    output = attend(scene, [2], raw, path)
+    assert_by_2x_rule(output, raw.query, keys, values, raw.scale, FP16)
 
 
 @all_paths
 def test_soft_cap(path):
-    """The cap applies to packed tokens, the tail and the newest tokens."""
+    """The cap applies to packed tokens, the tail and the raw tokens."""
     scene = Scene(small(), 3, num_tokens=4, dtype=FP16)
     scene.step([30, 5, 1])
     assert scene.step([2] * 3) == [4, 4, 1]
-    newest = newest_tokens(scene, [2] * 3)
-    newest.query.mul_(4)
-    output = attend(scene, [2] * 3, newest, path, logits_soft_cap=2.0)
+    raw = raw_tokens(scene, [2] * 3)
+    raw.query.mul_(4)
+    output = attend(scene, [2] * 3, raw, path, logits_soft_cap=2.0)
     for row in range(3):
         tokens = slice(2 * row, 2 * row + 2)
-        keys, values = seen_tokens(scene, row, newest, tokens)
-        where = output[tokens], newest.query[tokens], keys, values, newest.scale, FP16
+        keys, values = seen_tokens(scene, row, raw, tokens)
+        where = output[tokens], raw.query[tokens], keys, values, raw.scale, FP16
         assert_by_2x_rule(*where, logits_soft_cap=2.0)
         with pytest.raises(AssertionError, match="allowed"):
             assert_by_2x_rule(*where)

@@ -13,9 +13,10 @@ kernels, ``runtime`` a layer's forward pass. ``planning`` runs on the host. ``tr
 * T, R, B: query tokens, requests of a batch, sequences of one call of a kernel.
 * decode: a request with one query token and its drafts. Extend: a request with a few
   more, which also reads packed pages. Prefill: any other request, for FlashAttention.
-* newest tokens: query tokens that are attended to as computed (``turbo_prefill`` raw),
-  not as they are stored (``turbo_prefill`` stored).
-* own tokens: the query tokens of a request.
+* raw tokens: query tokens that are attended to as computed (``turbo_prefill`` raw), not
+  as they are stored (``turbo_prefill`` stored).
+* tail: the newest cached tokens of a request, also in 8 bits; for users the recent
+  window.
 * split: a share of a sequence; partial result: its output and LSE, before the merge.
 * row: a query token and head.
 * query slot: room for a query token; each request of a call has as many as the longest.

@@ -78,7 +78,7 @@ class Scoring(NamedTuple):
 
 
 class DecodeBatch(NamedTuple):
-    """B sequences whose newest tokens attend to packed pages in one call.
+    """B sequences whose last tokens attend to packed pages in one call.
 
     Attributes:
         num_seqs: B, sequences.
@@ -162,10 +162,10 @@ class Partials(NamedTuple):
 
 
 # Query tokens of a tile of ``OutputScratch``.
-OWN_TILE_TOKENS = TILE_TOKENS
+RAW_TILE_TOKENS = TILE_TOKENS
 
 
-def num_own_tiles(num_tokens: int, num_seqs: int) -> int:
+def num_raw_tiles(num_tokens: int, num_seqs: int) -> int:
     """The most tiles that query tokens take; no two sequences share a tile.
 
     Args:
@@ -173,14 +173,14 @@ def num_own_tiles(num_tokens: int, num_seqs: int) -> int:
         num_seqs: Sequences.
 
     """
-    return num_tokens // OWN_TILE_TOKENS + num_seqs
+    return num_tokens // RAW_TILE_TOKENS + num_seqs
 
 
 class OutputScratch(NamedTuple):
     """Scratch of attention that ends in outputs; see ``KernelSet.output_scratch``.
 
     Attributes:
-        own_tiles: (N, H, 2 * 16 * D) fp16, keys and values of the query tokens.
+        raw_tiles: (N, H, 2 * 16 * D) fp16, keys and values of the query tokens.
         partial: (P, D) fp32, results of parts of sequences. With too few rows for
             parts, each thread block takes its queries' whole sequence, and a result
             does not depend on the batch.
@@ -188,13 +188,13 @@ class OutputScratch(NamedTuple):
 
     """
 
-    own_tiles: torch.Tensor
+    raw_tiles: torch.Tensor
     partial: torch.Tensor
     partial_lse: torch.Tensor
 
 
 class AttendedTokens(NamedTuple):
-    """The result of attention to the newest tokens alone.
+    """The result of attention to the raw tokens alone.
 
     Attributes:
         output: (T, Hq, D) of the model's dtype; last axis contiguous.
@@ -206,7 +206,7 @@ class AttendedTokens(NamedTuple):
     lse: torch.Tensor
 
 
-class NewestTokens(NamedTuple):
+class RawTokens(NamedTuple):
     """The sequences' query tokens, attended to as computed: not quantised.
 
     Tokens of a sequence follow one another. Each sees itself and those before it.
@@ -292,7 +292,7 @@ class StoreCall(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Attention of a layer from the newest tokens of B sequences, T query tokens.
+    """Attention of a layer from the last tokens of B sequences, T query tokens.
 
     Attributes:
         kv_cache: (num_blocks, H, N, C) uint8; see ``check_pages``.
@@ -303,17 +303,17 @@ class AttentionCall(NamedTuple):
         output: (T, Hq, D) bf16, fp16 or fp32, written; last axis contiguous.
         query: (T, Hq, D), not rotated, of the model's dtype; last axis contiguous. An
             offset of K and ``OutputsFn`` need it; else it may be None.
-        newest: The query tokens as computed, to be attended to in place of their codes;
+        raw: The query tokens as computed, to be attended to in place of their codes;
             None to read them from the cache.
         tail: The newest cached tokens, to be read in place of their codes; only
-            together with ``newest``. Each query token sees all of them, whatever the
+            together with ``raw``. Each query token sees all of them, whatever the
             sliding window. None for none.
         lse: None if the result is whole. Else (B * Q, Hq) fp32, contiguous, written:
             LSE in base 2, -inf where there are no tokens. The result then is the part
             of a rank that has a share of each sequence, and is merged with other
             ranks' parts. ``output`` is (B * Q, Hq, D) fp32, contiguous, in rotated
             space. All tokens of the rank's share come before the query tokens, which
-            ``seq_lens`` includes nonetheless. There is no ``newest``, ``tail``,
+            ``seq_lens`` includes nonetheless. There is no ``raw``, ``tail``,
             sliding window or sink.
 
     """
@@ -324,7 +324,7 @@ class AttentionCall(NamedTuple):
     scoring: Scoring
     output: torch.Tensor
     query: torch.Tensor | None = None
-    newest: NewestTokens | None = None
+    raw: RawTokens | None = None
     tail: Tail | None = None
     lse: torch.Tensor | None = None
 
@@ -349,11 +349,11 @@ class AttentionCall(NamedTuple):
         else:
             self.batch.check_shared(self.output, self.lse)
         is_whole = self.lse is None
-        assert is_whole or self.newest is self.tail is None
+        assert is_whole or self.raw is self.tail is None
         assert is_whole or scoring.sliding_window is scoring.sinks is None
         has_tail = self.tail is not None
-        has_newest = self.newest is not None
-        assert not has_tail or has_newest, "a tail without the newest tokens"
+        has_raw = self.raw is not None
+        assert not has_tail or has_raw, "a tail without raw tokens"
         assert scoring.sliding_window is None or scoring.sliding_window > 0, scoring
         has_cap = scoring.soft_cap is not None
         assert not has_cap or scoring.key_offset is None, "capped scores with an offset"

@@ -242,7 +242,7 @@ def attend(
         batch.query_start_loc,
         batch.num_seqs,
         batch.query_len,
-        call.newest is not None or call.lse is not None,
+        call.raw is not None or call.lse is not None,
         None if call.tail is None else call.tail.packed_lens,
         original_query,
         table,
@@ -260,7 +260,7 @@ def decode_attention(
     partials: Partials,
     enable_pdl: bool = True,
 ) -> None:
-    """Attend from each sequence's newest tokens to cached ones: an ``AttentionFn``.
+    """Attend from each sequence's query tokens to cached ones: an ``AttentionFn``.
 
     ``DECODE`` has to support the layout. With one split a result does not depend on the
     rest of the batch. With ``enable_pdl`` kernels may begin before the previous one on

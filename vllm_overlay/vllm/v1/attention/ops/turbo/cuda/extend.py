@@ -223,11 +223,11 @@ def extend_attention(
     partials: Partials,
     enable_pdl: bool = True,
 ) -> None:
-    """Attend from each sequence's newest tokens to cached ones: an ``AttentionFn``.
+    """Attend from each sequence's query tokens to cached ones: an ``AttentionFn``.
 
-    ``EXTEND`` has to support the layout. With ``call.newest`` the cache is read up to
+    ``EXTEND`` has to support the layout. With ``call.raw`` the cache is read up to
     the query tokens. The merge attends to these one by one, or adds
-    ``call.newest.attended``.
+    ``call.raw.attended``.
 
     Raises:
         RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors

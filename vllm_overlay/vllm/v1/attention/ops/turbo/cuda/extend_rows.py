@@ -174,7 +174,7 @@ def output_scratch(
     layout: TurboFormat,
     num_kv_heads: int,
     num_sms: int,
-    num_own_tiles: int,
+    num_raw_tiles: int,
 ) -> TensorSpecs:
     """``KernelSet.output_scratch``: shapes and dtypes of ``OutputScratch``."""
     tile_numbers = 2 * fmt.TILE_TOKENS * layout.head_size
@@ -182,7 +182,7 @@ def output_scratch(
     rows = max(plan.blocks * plan.rows for plan in plans)
     num_partials = _RANGE_PARTS * num_sms * rows
     return [
-        ((num_own_tiles, num_kv_heads, tile_numbers), torch.float16),
+        ((num_raw_tiles, num_kv_heads, tile_numbers), torch.float16),
         ((num_partials, layout.head_size), torch.float32),
         ((num_partials,), torch.float32),
     ]
@@ -191,7 +191,7 @@ def output_scratch(
 def extend_outputs(
     call: AttentionCall, scratch: OutputScratch, enable_pdl: bool = True
 ) -> None:
-    """Attend from each sequence's newest tokens to all its tokens: an ``OutputsFn``.
+    """Attend from each sequence's query tokens to all its tokens: an ``OutputsFn``.
 
     Raises:
         RuntimeError: If the kernel cannot be built. ``build_and_load`` lists the errors
@@ -205,9 +205,9 @@ def extend_outputs(
     if batch.num_seqs == 0:
         return
     call.check()
-    key = value = own_tiles = None
-    if call.newest is not None:
-        key, value, own_tiles = call.newest.key, call.newest.value, scratch.own_tiles
+    key = value = raw_tiles = None
+    if call.raw is not None:
+        key, value, raw_tiles = call.raw.key, call.raw.value, scratch.raw_tiles
     num_queries = num_heads // call.num_kv_heads * batch.query_len
     plan = plan_for(call.layout, num_queries, True)
     OUTPUTS.load(call.layout, plan, call.kv_cache.device, scoring.variant())(
@@ -225,7 +225,7 @@ def extend_outputs(
         scratch.partial_lse,
         key,
         value,
-        own_tiles,
+        raw_tiles,
         scoring.sliding_window or 0,
         scoring.sinks,
         (scoring.soft_cap or 0.0) * LOG2_E,

@@ -55,9 +55,9 @@ class CudaKernels(NamedTuple):
         layout: TurboFormat,
         num_kv_heads: int,
         num_sms: int,
-        num_own_tiles: int,
+        num_raw_tiles: int,
     ) -> TensorSpecs:
-        return extend_rows.output_scratch(layout, num_kv_heads, num_sms, num_own_tiles)
+        return extend_rows.output_scratch(layout, num_kv_heads, num_sms, num_raw_tiles)
 
     def make_matrices(self, size: int, device: torch.device) -> None:
         cuda_store.make_matrices(size, device)

@@ -10,14 +10,14 @@ from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     AttentionCall,
-    NewestTokens,
     Partials,
+    RawTokens,
     Variant,
 )
 
 # kTailHeads of merge/tail_scores.cuh, for heads of up to 128.
 _TAIL_HEADS = 4
-# The most newest tokens of an extend that a row of the merge attends to, one by one.
+# The most raw tokens of an extend that a row of the merge attends to, one by one.
 # Tuning: us of an extend so / if FlashAttention attends to them before, 64 x 4096, 32
 # query heads, 8 KV heads of 128, an H200, 2026-11, `ci/gpu.py extend`.
 # 32 tokens: 472 / 448. 64 tokens: 1086 / 874. 128 tokens: 2772 / 1719.
@@ -110,11 +110,11 @@ def merge_splits(
 
     The kernel may begin before the previous one on the stream has ended. It waits for
     that before it reads ``partials`` and the tail and before it writes anything. It
-    reads the newest tokens and the batch before.
+    reads the raw tokens and the batch before.
 
     Args:
         partials: The results of S splits of B * Q query tokens.
-        call: The tokens that the splits leave out, and the output. ``newest.attended``
+        call: The tokens that the splits leave out, and the output. ``raw.attended``
             is read after ``partials``.
         num_warps: Warps of a row; None to choose by the batch.
         enable_pdl: Whether it may begin early, on GPUs that can.
@@ -137,14 +137,14 @@ def launch_merge(
 ) -> None:
     """Launch the kernel of ``merge_splits`` for a call that has been checked."""
     batch, output, scoring = call.batch, call.output, call.scoring
-    newest, tail, num_kv_heads = call.newest, call.tail, call.num_kv_heads
+    raw, tail, num_kv_heads = call.raw, call.tail, call.num_kv_heads
     _, num_heads, head_size = output.shape
     num_splits = batch.num_splits(partials.lse.shape[0])
-    with_newest = newest is not None
-    if newest is None:
+    with_raw = raw is not None
+    if raw is None:
         # A launch needs these arguments, but does not read them.
-        newest = NewestTokens(output, output, output, 0.0)
-    query, key, value, scale, attended = newest
+        raw = RawTokens(output, output, output, 0.0)
+    query, key, value, scale, attended = raw
     if num_warps is None:
         num_sms = num_compute_units(output.device.index)
         num_rows = batch.num_query_slots * num_heads
@@ -166,7 +166,7 @@ def launch_merge(
         key,
         value,
         num_kv_heads,
-        with_newest,
+        with_raw,
         scale * LOG2_E,
         batch.query_start_loc,
         batch.num_seqs,

@@ -41,7 +41,7 @@ class LatentStoreCall(NamedTuple):
 
 
 class LatentCall(NamedTuple):
-    """Attention of a layer from the newest tokens of B sequences, T query tokens.
+    """Attention of a layer from the last tokens of B sequences, T query tokens.
 
     In a sequence with Q query tokens, token j sees the first seq_len - Q + j + 1
     tokens. All of them are in the cache, the query tokens included. If it sees none,

@@ -22,7 +22,7 @@ class LatentKernels(Kernels, Protocol):
 
     @property
     def decode_attention(self) -> LatentAttentionFn:
-        """Attends from the newest tokens of sequences, absorbed: to each split of the
+        """Attends from the last tokens of sequences, absorbed: to each split of the
         sequences, and then merges the results. The size of the partial results bounds
         the splits. With one split a result does not depend on the rest of the batch.
         """

@@ -8,14 +8,14 @@ from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     AttentionFn,
-    NewestTokens,
     Partials,
+    RawTokens,
     RotatedQuery,
     StoreCall,
 )
 from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
 from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
-from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_own_tokens
+from vllm.v1.attention.ops.turbo.layer.raw_tokens import attend_to_raw_tokens
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlan, PlannedCall
 from vllm.v1.attention.ops.turbo.planning.scratch import DecodeScratch, SharedScratch
@@ -112,15 +112,15 @@ def _store_and_decode(
     scoring = runner.scoring
     for call in plan.calls:
         own = call.tokens
-        newest = None
+        raw = None
         if key is not None and value is not None and not runner.stored:
-            newest = NewestTokens(query[own], key[own], value[own], runner.scale)
+            raw = RawTokens(query[own], key[own], value[own], runner.scale)
             if call.attends_before:
-                assert scratch.own is not None
-                newest = attend_to_own_tokens(
-                    newest,
+                assert scratch.raw is not None
+                raw = attend_to_raw_tokens(
+                    raw,
                     call.batch,
-                    scratch.own,
+                    scratch.raw,
                     runner.capped_flash_attn,
                     runner.sliding_window,
                 )
@@ -131,7 +131,7 @@ def _store_and_decode(
             scoring,
             output[own],
             query[own],
-            newest,
+            raw,
             None if tail is None else tail.from_sequence(call.first_request),
         )
         _attend(runner, call, rotated_query, attention, scratch)

@@ -69,7 +69,7 @@ class KernelSet(Kernels, Protocol):
     def max_merged_tokens(self) -> int | None:
         """The most query tokens of a sequence that the merge of ``extend_attention``
         attends to itself; twice as many if the sequence is the only one. For more it
-        takes ``NewestTokens.attended``. None: it attends to any number, and does not
+        takes ``RawTokens.attended``. None: it attends to any number, and does not
         take that.
         """
 
@@ -81,7 +81,7 @@ class KernelSet(Kernels, Protocol):
         Ranks do not share the context, and K has no offset. Tokens of a tail
         are read as codes. The call's ``query`` is needed: it has the output's dtype,
         strides and alignment, and does not share memory with the output.
-        ``newest.attended`` is ignored. The scratch is that of ``output_scratch``.
+        ``raw.attended`` is ignored. The scratch is that of ``output_scratch``.
         """
 
     @property
@@ -121,7 +121,7 @@ class KernelSet(Kernels, Protocol):
         layout: TurboFormat,
         num_kv_heads: int,
         num_sms: int,
-        num_own_tiles: int,
+        num_raw_tiles: int,
     ) -> TensorSpecs:
         """Shapes and dtypes of ``OutputScratch``, for a call of ``extend_outputs`` or
         for any smaller one.
@@ -130,6 +130,6 @@ class KernelSet(Kernels, Protocol):
             layout: The cache's format.
             num_kv_heads: KV heads.
             num_sms: Multiprocessors of the GPU.
-            num_own_tiles: Tiles of query tokens; no two sequences share one.
+            num_raw_tiles: Tiles of query tokens; no two sequences share one.
 
         """

@@ -14,27 +14,27 @@ import torch
 from vllm.v1.attention.ops.turbo.interface import (
     AttendedTokens,
     DecodeBatch,
-    NewestTokens,
+    RawTokens,
 )
 from vllm.v1.attention.ops.turbo.layer.flash import attend
-from vllm.v1.attention.ops.turbo.planning.scratch import OwnScratch
+from vllm.v1.attention.ops.turbo.planning.scratch import RawScratch
 from vllm.v1.attention.ops.turbo.planning.tokens import SeqLens
 
 
-def attend_to_own_tokens(
-    newest: NewestTokens,
+def attend_to_raw_tokens(
+    raw: RawTokens,
     batch: DecodeBatch,
-    scratch: OwnScratch,
+    scratch: RawScratch,
     flash_attn: Callable[..., torch.Tensor],
     sliding_window: int | None = None,
-) -> NewestTokens:
+) -> RawTokens:
     """Attend from each sequence's query tokens to these tokens alone, causally.
 
     These keys have no offset taken off. Sinks do not take part, because the merge adds
     them.
 
     Args:
-        newest: The query tokens of the batch's sequences, end to end, T of them.
+        raw: The query tokens of the batch's sequences, end to end, T of them.
         batch: The sequences, with a ``query_start_loc``, one of ``query_len`` tokens.
         scratch: Scratch for T or more tokens. It is written, and read by the merge.
         flash_attn: FlashAttention's varlen function, with version and soft cap bound.
@@ -47,10 +47,10 @@ def attend_to_own_tokens(
     from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
 
     assert batch.query_start_loc is not None
-    key, value, num_tokens = newest.key, newest.value, newest.query.shape[0]
+    key, value, num_tokens = raw.key, raw.value, raw.query.shape[0]
     if batch.num_seqs > 1:
         key, value = scratch.key[:num_tokens], scratch.value[:num_tokens]
-        isolate_broken_values(newest.key, newest.value, key, value)
+        isolate_broken_values(raw.key, raw.value, key, value)
     options: dict[str, Any] = {}
     if sliding_window is not None:
         options["window_size"] = [sliding_window - 1, 0]
@@ -58,13 +58,13 @@ def attend_to_own_tokens(
     lens = SeqLens(batch.query_start_loc, batch.query_len, num_tokens)
     lse = attend(
         flash_attn,
-        newest.query,
+        raw.query,
         key,
         value,
         output,
         lens,
         lens,
-        newest.scale,
+        raw.scale,
         **options,
     )
-    return newest._replace(attended=AttendedTokens(output, lse))
+    return raw._replace(attended=AttendedTokens(output, lse))

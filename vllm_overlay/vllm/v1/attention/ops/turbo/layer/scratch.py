@@ -14,8 +14,8 @@ from vllm.v1.attention.ops.turbo.planning.largest_batch import LargestBatch
 from vllm.v1.attention.ops.turbo.planning.scratch import (
     DecodeScratch,
     LayerShape,
-    OwnScratch,
     PrefillScratch,
+    RawScratch,
     SharedScratch,
     num_bytes,
 )
@@ -70,12 +70,12 @@ class LayerScratch(NamedTuple):
         parts: dict[str, TensorSpecs] = {
             "splits": DecodeScratch.specs(shape, num_tokens, sizes.num_partials),
             "shared": [],
-            "own": OwnScratch.specs(self.shape, sizes.num_own_tokens),
+            "raw": RawScratch.specs(self.shape, sizes.num_raw_tokens),
             "outputs": [],
         }
         if self.is_shared:
             parts["shared"] = SharedScratch.specs(shape, num_tokens, sizes.num_slots)
-        if (num_tiles := sizes.num_own_tiles) > 0:
+        if (num_tiles := sizes.num_raw_tiles) > 0:
             parts["outputs"] = self.output_specs(num_tiles)
         return parts
 
@@ -92,13 +92,13 @@ class LayerScratch(NamedTuple):
         taken = iter(take_scratch([*chain.from_iterable(parts.values())], device))
         tensors = {name: [*islice(taken, len(part))] for name, part in parts.items()}
         query_scale, partial, partial_lse = tensors["splits"]
-        shared, own, outputs = (tensors[x] for x in ("shared", "own", "outputs"))
+        shared, raw, outputs = (tensors[x] for x in ("shared", "raw", "outputs"))
         return DecodeScratch(
             query_scale,
             partial,
             partial_lse,
             shared=SharedScratch._make(shared) if shared else None,
-            own=OwnScratch._make(own) if own else None,
+            raw=RawScratch._make(raw) if raw else None,
             outputs=OutputScratch._make(outputs) if outputs else None,
         )
 

@@ -15,7 +15,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo.interface import (
     DecodeBatch,
     SplitsFn,
-    num_own_tiles,
+    num_raw_tiles,
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
@@ -68,7 +68,7 @@ class PlannedCall(NamedTuple):
         return self.tokens.stop - self.tokens.start
 
     @property
-    def num_own_tokens(self) -> int:
+    def num_raw_tokens(self) -> int:
         """Query tokens that attend to each other before the call."""
         return self.num_tokens if self.attends_before else 0
 
@@ -96,16 +96,16 @@ class DecodePlan(NamedTuple):
         return max((call.tokens.stop for call in calls), default=0)
 
     @property
-    def num_own_tokens(self) -> int:
+    def num_raw_tokens(self) -> int:
         """The most query tokens of a call that attend to each other before it."""
-        return max((call.num_own_tokens for call in self.calls), default=0)
+        return max((call.num_raw_tokens for call in self.calls), default=0)
 
     @property
-    def num_own_tiles(self) -> int:
+    def num_raw_tiles(self) -> int:
         """The most tiles of query tokens of a call that ends in outputs."""
         return max(
             (
-                num_own_tiles(call.num_tokens, call.batch.num_seqs)
+                num_raw_tiles(call.num_tokens, call.batch.num_seqs)
                 for call in self.calls
                 if call.ends_in_outputs
             ),

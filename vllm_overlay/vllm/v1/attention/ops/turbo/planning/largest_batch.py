@@ -4,7 +4,7 @@
 
 from typing import NamedTuple
 
-from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, num_own_tiles
+from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, num_raw_tiles
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     MAX_OUTPUT_CALL_TOKENS,
@@ -18,16 +18,16 @@ class LargestBatch(NamedTuple):
     Attributes:
         num_tokens: Query tokens of decodes and extends.
         num_partials: Partial results of a call.
-        num_own_tokens: Query tokens of a call that attend to each other before it.
-        num_own_tiles: Tiles of query tokens of a call that ends in outputs.
+        num_raw_tokens: Query tokens of a call that attend to each other before it.
+        num_raw_tiles: Tiles of query tokens of a call that ends in outputs.
         num_slots: Query slots of a call, as ``DecodePlan.num_slots``.
 
     """
 
     num_tokens: int
     num_partials: int
-    num_own_tokens: int
-    num_own_tiles: int
+    num_raw_tokens: int
+    num_raw_tiles: int
     num_slots: int
 
 
@@ -58,7 +58,7 @@ def largest_batch(
 
     """
     num_tokens = num_call_tokens = max_num_seqs * max_query_len
-    num_own_tokens = own_tiles = 0
+    num_raw_tokens = raw_tiles = 0
     if extend_len > 0:
         max_query_len = max(max_query_len, extend_len)
         # Each request counts as the longest. A request that is too long for a call of
@@ -70,18 +70,18 @@ def largest_batch(
         num_tokens += extended
         if max_merged_tokens is not None and extend_len > max_merged_tokens:
             most = max(shape.max_partials, extend_len)
-            num_own_tokens = min(extended, num_call_slots, most)
+            num_raw_tokens = min(extended, num_call_slots, most)
         if extends_to_outputs:
             most = min(extended, max(MAX_OUTPUT_CALL_TOKENS, extend_len))
-            own_tiles = num_own_tiles(most, min(max_num_seqs, most))
-            own_tiles = min(own_tiles, shape.max_own_tiles)
+            raw_tiles = num_raw_tiles(most, min(max_num_seqs, most))
+            raw_tiles = min(raw_tiles, shape.max_raw_tiles)
     num_partials = min(
         max(shape.max_partials, max_query_len), num_call_tokens * MAX_KV_SPLITS
     )
     return LargestBatch(
         num_tokens,
         num_partials,
-        num_own_tokens,
-        own_tiles,
+        num_raw_tokens,
+        raw_tiles,
         max(num_tokens, MAX_CALL_TOKENS, extend_len),
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo.interface import (
-    OWN_TILE_TOKENS,
+    RAW_TILE_TOKENS,
     OutputScratch,
     TensorSpecs,
 )
@@ -17,7 +17,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 PARTIAL_BYTES = 64 * 2**20
 # Bytes of the query tokens' tiles of one call that ends in outputs. With 8 KV heads of
 # 128 it holds 64 requests of 128 tokens.
-OWN_TILE_BYTES = 40 * 2**20
+RAW_TILE_BYTES = 40 * 2**20
 
 
 class LayerShape(NamedTuple):
@@ -48,15 +48,15 @@ class LayerShape(NamedTuple):
         return max(1, PARTIAL_BYTES // row_bytes)
 
     @property
-    def max_own_tiles(self) -> int:
+    def max_raw_tiles(self) -> int:
         """The most tiles of query tokens of a call that ends in outputs."""
-        tile_numbers = 2 * OWN_TILE_TOKENS * self.head_size
+        tile_numbers = 2 * RAW_TILE_TOKENS * self.head_size
         tile_bytes = self.num_kv_heads * tile_numbers * torch.float16.itemsize
-        return OWN_TILE_BYTES // tile_bytes
+        return RAW_TILE_BYTES // tile_bytes
 
     def max_output_requests(self, query_len: int) -> int:
         """The most requests of such a call if each has ``query_len`` query tokens."""
-        return OWN_TILE_TOKENS * self.max_own_tiles // (query_len + OWN_TILE_TOKENS)
+        return RAW_TILE_TOKENS * self.max_raw_tiles // (query_len + RAW_TILE_TOKENS)
 
 
 class SharedScratch(NamedTuple):
@@ -87,7 +87,7 @@ class SharedScratch(NamedTuple):
         ]
 
 
-class OwnScratch(NamedTuple):
+class RawScratch(NamedTuple):
     """Scratch of attention to the query tokens of extends, all of the model's dtype.
 
     C is the query tokens of a call, Hq the query heads of this rank.
@@ -122,7 +122,7 @@ class DecodeScratch(NamedTuple):
         partial: (P, Hq, D) fp32, outputs of the splits of one call.
         partial_lse: (P, Hq) fp32, their LSE.
         shared: Scratch for ranks that share the context; None if they do not.
-        own: Scratch of attention to query tokens before a call; None if there is none.
+        raw: Scratch of attention to query tokens before a call; None if there is none.
         outputs: Scratch of extends that end in outputs; None if none do.
 
     """
@@ -131,7 +131,7 @@ class DecodeScratch(NamedTuple):
     partial: torch.Tensor
     partial_lse: torch.Tensor
     shared: SharedScratch | None = None
-    own: OwnScratch | None = None
+    raw: RawScratch | None = None
     outputs: OutputScratch | None = None
 
     @staticmethod

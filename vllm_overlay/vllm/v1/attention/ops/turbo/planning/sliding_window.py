@@ -3,7 +3,7 @@
 """Plans a prefill under a sliding window on the host.
 
 A query token sees few tokens then. The cached ones are dequantised into a buffer beside
-the request's own tokens, and one call attends to the buffer.
+the request's raw tokens, and one call attends to the buffer.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ class _Part(NamedTuple):
         end: The last query token's index (exclusive).
         start: The position of the first token that is seen in the request.
         num_cached: Tokens from there on that are read from the cache.
-        num_own: Own tokens that follow these.
+        num_raw: Raw tokens that follow these.
 
     """
 
@@ -66,7 +66,7 @@ class _Part(NamedTuple):
     end: int
     start: int
     num_cached: int
-    num_own: int
+    num_raw: int
 
 
 def _cut_request(
@@ -91,28 +91,28 @@ def _cut_request(
         last = min(first + size, length)
         start = max(context_len + first - before, 0)
         num_cached = max(context_len + (last if stored else 0) - start, 0)
-        num_own = context_len + last - start - num_cached
+        num_raw = context_len + last - start - num_cached
         parts.append(
-            _Part(request, begin + first, begin + last, start, num_cached, num_own)
+            _Part(request, begin + first, begin + last, start, num_cached, num_raw)
         )
     return parts
 
 
 def _lay_out(parts: list[_Part], device: torch.device) -> KeyRuns:
     """The runs of parts, one after the other."""
-    lens = [part.num_cached + part.num_own for part in parts]
+    lens = [part.num_cached + part.num_raw for part in parts]
     cu_lens = [0]
     for length in lens:
         cu_lens.append(cu_lens[-1] + length)
     columns = [
         [part.start for part in parts],
         [part.num_cached for part in parts],
-        [part.end - part.num_own for part in parts],
+        [part.end - part.num_raw for part in parts],
         cu_lens[1:],
     ]
     # One copy to the device. The first column is zero because ``cu_lens`` begins so.
     rows = torch.tensor([[0, *column] for column in columns], dtype=torch.int32)
-    starts, cached_lens, own_starts, sums = async_tensor_h2d(rows, device)
+    starts, cached_lens, raw_starts, sums = async_tensor_h2d(rows, device)
     rotated = [
         begin + part.num_cached
         for begin, part in zip(cu_lens, parts)
@@ -123,7 +123,7 @@ def _lay_out(parts: list[_Part], device: torch.device) -> KeyRuns:
     cached = CachedPiece(
         starts[1:], runs._replace(max_len=most_cached), cached_lens[1:]
     )
-    return KeyRuns(cached, own_starts[1:], runs, max(rotated, default=0))
+    return KeyRuns(cached, raw_starts[1:], runs, max(rotated, default=0))
 
 
 def plan_window_slices(
@@ -164,7 +164,7 @@ def plan_window_slices(
             sliding_window,
             max_tokens,
         ):
-            length = part.num_cached + part.num_own
+            length = part.num_cached + part.num_raw
             if not batches or length > room:
                 batches.append([])
                 room = max_tokens

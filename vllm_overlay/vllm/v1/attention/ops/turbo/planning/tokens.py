@@ -49,13 +49,13 @@ class CachedPiece(NamedTuple):
 
 
 class KeyRuns(NamedTuple):
-    """Keys of R requests: for each a run of tokens, cached ones and then own ones.
+    """Keys of R requests: for each a run of tokens, cached ones and then raw ones.
 
-    Own tokens are the step's, and used as computed unless all are read from the cache.
+    Raw tokens are the step's. There are none if all are read from the cache.
 
     Attributes:
         cached: The cached tokens, with ``cached_lens``.
-        own_starts: (R,) int32 on the device, the index of each run's first own token
+        raw_starts: (R,) int32 on the device, the index of each run's first raw token
             among the prefills'.
         lens: Where runs begin in the buffer, and the most tokens of a run.
         num_rotated: Tokens of the buffer up to the last cached one. They are rotated
@@ -64,6 +64,6 @@ class KeyRuns(NamedTuple):
     """
 
     cached: CachedPiece
-    own_starts: torch.Tensor
+    raw_starts: torch.Tensor
     lens: SeqLens
     num_rotated: int

@@ -113,7 +113,7 @@ def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> Non
 
     """
     call.check()
-    batch, scoring, newest, tail = call.batch, call.scoring, call.newest, call.tail
+    batch, scoring, raw, tail = call.batch, call.scoring, call.raw, call.tail
     assert call.query is not None and call.lse is None
     starts = _query_starts(batch)
     bounds = zip(starts, starts[1:], batch.seq_lens.tolist())
@@ -128,7 +128,7 @@ def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> Non
         if scoring.sliding_window is not None:
             first = max(seq_len - (end - begin) + 1 - scoring.sliding_window, 0)
         positions = torch.arange(first, seq_len, device=call.query.device)
-        if newest is not None:
+        if raw is not None:
             positions = positions[: seq_len - (end - begin) - first]
         num_packed = len(positions)
         if tail is not None:
@@ -141,9 +141,9 @@ def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> Non
             segments = positions // interface.OFFSET_SEGMENT
             segments = segments.clamp(max=scoring.key_offset.shape[0] - 1)
             keys = keys + scoring.key_offset[segments]
-        if newest is not None:
-            keys = torch.cat([keys, newest.key[tokens].float()])
-            values = torch.cat([values, newest.value[tokens].float()])
+        if raw is not None:
+            keys = torch.cat([keys, raw.key[tokens].float()])
+            values = torch.cat([values, raw.value[tokens].float()])
         call.output[tokens], _ = attention(
             call.query[tokens].float(),
             keys,
@@ -171,26 +171,26 @@ def shared_attention(call: AttentionCall, context_parallel: "ContextParallel") -
     Args:
         call: The call with this rank's query heads. Its cache and block table are this
             rank's share of the context, its lengths are over all ranks, and every rank
-            has its ``newest``.
+            has its ``raw``.
         context_parallel: The ranks that share the context.
 
     """
-    batch, newest = call.batch, call.newest
-    assert call.query is not None and newest is not None
+    batch, raw = call.batch, call.raw
+    assert call.query is not None and raw is not None
     scale, cap = call.scoring.scale, call.scoring.soft_cap
     queries = context_parallel.gather(call.query)
     part, part_lse = _no_result(queries)
-    own, own_lse = _no_result(call.query)
+    raw_output, raw_lse = _no_result(call.query)
     starts = _query_starts(batch)
     query_lens = torch.tensor(starts).diff()
     contexts = (batch.seq_lens[: len(query_lens)].cpu() - query_lens).clamp(min=0)
     local_lens = context_parallel.local_lens(contexts).tolist()
     for row, (begin, end, length) in enumerate(zip(starts, starts[1:], local_lens)):
         tokens = slice(begin, end)
-        own[tokens], own_lse[tokens] = attention(
+        raw_output[tokens], raw_lse[tokens] = attention(
             call.query[tokens].float(),
-            newest.key[tokens].float(),
-            newest.value[tokens].float(),
+            raw.key[tokens].float(),
+            raw.value[tokens].float(),
             scale,
             logits_soft_cap=cap,
         )
@@ -204,9 +204,9 @@ def shared_attention(call: AttentionCall, context_parallel: "ContextParallel") -
                 logits_soft_cap=cap,
             )
     parts, lses = context_parallel.gather_parts(part, part_lse)
-    outputs, logits = [*parts.unbind(), own], [*lses.unbind(), own_lse]
+    outputs, logits = [*parts.unbind(), raw_output], [*lses.unbind(), raw_lse]
     if call.scoring.sinks is not None:
-        outputs.append(torch.zeros_like(own))
-        logits.append(call.scoring.sinks.float().expand_as(own_lse))
+        outputs.append(torch.zeros_like(raw_output))
+        logits.append(call.scoring.sinks.float().expand_as(raw_lse))
     weights = torch.softmax(torch.stack(logits), 0)[..., None]
     call.output.copy_((weights * torch.stack(outputs)).sum(0))

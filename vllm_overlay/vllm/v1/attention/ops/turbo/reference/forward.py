@@ -10,7 +10,7 @@ from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     DecodeBatch,
-    NewestTokens,
+    RawTokens,
     StoreCall,
 )
 from vllm.v1.attention.ops.turbo.reference.attention import (
@@ -74,9 +74,9 @@ def forward(
         spans = plan.spans if step.sees_spans(scoring.sliding_window) else None
         parts.append((slice(first, first + int(starts[-1])), batch, None, spans))
     for rows, batch, own_tail, spans in parts:
-        newest = None
+        raw = None
         if key is not None and value is not None and not runner.stored:
-            newest = NewestTokens(query[rows], key[rows], value[rows], scoring.scale)
+            raw = RawTokens(query[rows], key[rows], value[rows], scoring.scale)
         call = AttentionCall(
             kv_cache,
             layout,
@@ -84,7 +84,7 @@ def forward(
             scoring,
             output[rows],
             query[rows],
-            newest,
+            raw,
             own_tail,
         )
         if ranks is not None:

@@ -123,16 +123,16 @@ def update_tail(
         table = update.block_table[row]
         num_rows = tail.format.num_rows
         # A padded sequence may be shorter than its query.
-        first_own = max(seq_len - (end - begin), 0)
+        first_raw = max(seq_len - (end - begin), 0)
         # Rows that the step's own tokens overwrite do not count.
-        count = min(tail.num_tokens, num_rows - (end - begin), first_own)
+        count = min(tail.num_tokens, num_rows - (end - begin), first_raw)
         if count > 0:
             # Backwards from the newest token.
-            positions = first_own - 1 - torch.arange(count, device=device)
+            positions = first_raw - 1 - torch.arange(count, device=device)
             packed = key_codes(kv_cache, table, positions, layout)
             valid = _is_valid(rows, positions, packed)
             tail.packed_lens[row] -= int(valid.int().cumprod(0).sum())
-        first = max(first_own, seq_len - num_rows)
+        first = max(first_raw, seq_len - num_rows)
         positions = torch.arange(first, seq_len, device=device)
         tokens = end - seq_len + positions
         stored = slot_mapping[tokens] >= 0

@@ -23,7 +23,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.triton.decode_kernel import (
     DecodeCase,
-    RawQuery,
+    OriginalQuery,
     decode_kernel,
 )
 from vllm.v1.attention.ops.turbo.triton.merge import launch_merge
@@ -114,18 +114,18 @@ def decode_attention(
     partials: Partials,
     tuning: DecodeTuning | None = None,
 ) -> None:
-    """Attend from each sequence's newest tokens to cached ones: an ``AttentionFn``.
+    """Attend from each sequence's query tokens to cached ones: an ``AttentionFn``.
 
     Args:
         query: The rotated queries of T tokens, from ``triton.store``.
         call: The tokens that are attended to, and the output. The merge attends to the
-            newest tokens and the tail.
+            raw tokens and the tail.
         partials: Scratch; its size bounds the splits of a sequence.
         tuning: Launch parameters; None for those of ``default_tuning``.
 
     """
     kv_cache, layout, batch = call.kv_cache, call.layout, call.batch
-    newest, tail, lse, offset = call.newest, call.tail, call.lse, call.offset
+    raw, tail, lse, offset = call.raw, call.tail, call.lse, call.offset
     sliding_window, logits_soft_cap = call.scoring.sliding_window, call.scoring.soft_cap
     call.check()
     num_tokens, num_heads, head_size = query.vectors.shape
@@ -153,14 +153,14 @@ def decode_attention(
     options = {}
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
-    raw_query = raw_vectors = table = None
+    original = original_vectors = table = None
     num_segments = 0
     if offset is not None:
-        raw_vectors, table, scale = offset
-        assert table.is_contiguous() and raw_vectors.stride(2) == 1
+        original_vectors, table, scale = offset
+        assert table.is_contiguous() and original_vectors.stride(2) == 1
         assert table.shape[1:] == (num_kv_heads, head_size), table.shape
         num_segments = table.shape[0]
-        raw_query = RawQuery(scale * LOG2_E, *raw_vectors.stride()[:2])
+        original = OriginalQuery(scale * LOG2_E, *original_vectors.stride()[:2])
     decode_kernel[(batch.num_seqs, num_kv_heads, num_splits * query_blocks)](
         query.vectors,
         query.scale,
@@ -170,10 +170,10 @@ def decode_attention(
         whole_lens,
         batch.seq_lens if start_loc is None else start_loc,
         partials,
-        raw_vectors,
+        original_vectors,
         table,
         num_segments,
-        raw_query,
+        original,
         num_splits,
         batch.query_len,
         sliding_window or 0,
@@ -189,7 +189,7 @@ def decode_attention(
             step_in_block=block_size % tuning.block_n == 0,
             multiple=batch.query_len > 1,
             uniform=start_loc is None,
-            with_newest=newest is not None or lse is not None,
+            with_raw=raw is not None or lse is not None,
             sliding=sliding_window is not None,
         ),
         BLOCK_H=block_h,

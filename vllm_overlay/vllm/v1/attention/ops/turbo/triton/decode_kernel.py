@@ -23,7 +23,7 @@ from vllm.v1.attention.ops.turbo.triton.operands import value_coordinate
 from vllm.v1.attention.ops.turbo.triton.pages import TILE
 
 
-class RawQuery(NamedTuple):
+class OriginalQuery(NamedTuple):
     """Strides and factor of the queries that are not rotated, for an offset of K.
 
     Attributes:
@@ -45,7 +45,7 @@ class DecodeCase(NamedTuple):
         step_in_block: Whether a block is a whole number of steps.
         multiple: Whether a sequence may have more than one query token.
         uniform: Whether all sequences have the same number of query tokens.
-        with_newest: Whether the query tokens themselves are left to the merge.
+        with_raw: Whether the query tokens themselves are left to the merge.
         sliding: Whether a query token sees at most ``sliding_window`` tokens.
 
     """
@@ -53,7 +53,7 @@ class DecodeCase(NamedTuple):
     step_in_block: bool
     multiple: bool
     uniform: bool
-    with_newest: bool
+    with_raw: bool
     sliding: bool
 
 
@@ -89,7 +89,7 @@ def _split_bounds(
     first_end = seq_len - query_len + 1
     if whole_lens_ptr is not None:
         first_end = tl.load(whole_lens_ptr + batch) - query_len + 1
-    if CASE.with_newest:
+    if CASE.with_raw:
         seq_len -= query_len
     lowest = 0
     begin = 0
@@ -134,7 +134,7 @@ def _offset_scores(
     # A call may begin at any request of the batch.
     do_not_specialize_on_alignment=[
         "query_scale_ptr",
-        "raw_query_ptr",
+        "original_query_ptr",
         "block_table_ptr",
         "seq_lens_ptr",
         "whole_lens_ptr",
@@ -150,10 +150,10 @@ def decode_kernel(
     whole_lens_ptr,  # [B], including tokens of the tail, or None
     query_start_loc_ptr,  # [B + 1]
     partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
-    raw_query_ptr,  # [T, Hq, D], not rotated, with an offset
+    original_query_ptr,  # [T, Hq, D], not rotated, with an offset
     offset_ptr,  # [G, H, D] fp32, taken off the cached keys, or None
     num_segments,
-    raw_query,  # ``RawQuery``, or None
+    original,  # ``OriginalQuery``, or None
     num_splits,
     max_query_len,
     sliding_window,
@@ -224,8 +224,8 @@ def decode_kernel(
     # A sum for each index in a block of tokens; they are added after the loop.
     b_sum = tl.zeros([BLOCK_N // 2, BLOCK_H], tl.float32)
     if offset_ptr is not None:
-        raw_row = (first_token + query_token).to(tl.int64) * raw_query.stride_token
-        raw_row += (kv_head * GROUP + o_h % GROUP) * raw_query.stride_head
+        original_row = (first_token + query_token).to(tl.int64) * original.stride_token
+        original_row += (kv_head * GROUP + o_h % GROUP) * original.stride_head
         # The part that scores of the current segment lack. ``b_max`` is without it.
         missing = tl.zeros([BLOCK_H], tl.float32)
     cache_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
@@ -248,8 +248,8 @@ def decode_kernel(
             if (start == first) | (start % OFFSET_SEGMENT == 0):
                 segment = tl.minimum(start // OFFSET_SEGMENT, num_segments - 1)
                 p_offset = offset_ptr + (segment * NUM_KV_HEADS + kv_head) * HEAD_SIZE
-                p_raw = raw_query_ptr + raw_row
-                now = _offset_scores(p_raw, p_offset, m_h, raw_query.factor, LAYOUT)
+                p_original = original_query_ptr + original_row
+                now = _offset_scores(p_original, p_offset, m_h, original.factor, LAYOUT)
                 b_max += missing - now
                 missing = now
         b_score = step_scores(

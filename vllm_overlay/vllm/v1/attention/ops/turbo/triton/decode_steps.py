@@ -124,7 +124,7 @@ def _seen_scores(
     if soft_cap is not None:
         b_score = capped(b_score, soft_cap)
     b_score = tl.where(m_n[:, None], b_score, float("-inf"))
-    if CASE.multiple and (CASE.sliding or not CASE.with_newest):
+    if CASE.multiple and (CASE.sliding or not CASE.with_raw):
         query_token, first_end, sliding_window = rows
         end = first_end + query_token
         seen = o_n[:, None] < end[None, :]
@@ -169,7 +169,7 @@ def rescaled(
     """An online softmax's sums, rescaled to the largest score including a step's."""
     new_max = tl.max(tl.maximum(b_score[0], b_score[1]), 0)
     new_max = tl.maximum(b_max, new_max)
-    if CASE.sliding or (CASE.multiple and not CASE.with_newest):
+    if CASE.sliding or (CASE.multiple and not CASE.with_raw):
         # A query may have seen no token so far.
         new_max = tl.where(new_max == float("-inf"), -1e30, new_max)
     rescale = tl.exp2(b_max - new_max)

@@ -53,7 +53,7 @@ class TritonKernels(NamedTuple):
         layout: TurboFormat,
         num_kv_heads: int,
         num_sms: int,
-        num_own_tiles: int,
+        num_raw_tiles: int,
     ) -> TensorSpecs:
         raise NotImplementedError("Triton has no extend_outputs")
 

@@ -3,7 +3,7 @@
 """Merge of decode attention's splits.
 
 It combines the partial results of a sequence, rotates them back, and adds attention to
-the sequence's newest tokens as computed and to the tail's tokens in 8 bits.
+the sequence's raw tokens and to the tail's tokens in 8 bits.
 If ranks share a sequence's context, it only combines this rank's partial results. The
 merge of the ranks' results does the rest.
 """
@@ -14,8 +14,8 @@ from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     AttentionCall,
-    NewestTokens,
     Partials,
+    RawTokens,
 )
 from vllm.v1.attention.ops.turbo.triton.merge_kernel import (
     BLOCK_R,
@@ -43,13 +43,13 @@ def merge_splits(partials: Partials, call: AttentionCall) -> None:
 
 def launch_merge(partials: Partials, call: AttentionCall) -> None:
     """Launch the kernel of ``merge_splits`` for a call that has been checked."""
-    batch, output, newest = call.batch, call.output, call.newest
+    batch, output, raw = call.batch, call.output, call.raw
     tail, num_kv_heads, table = call.tail, call.num_kv_heads, None
     sliding_window, sinks = call.scoring.sliding_window, call.scoring.sinks
     logits_soft_cap = call.scoring.soft_cap
     _, num_heads, head_size = output.shape
     num_splits = batch.num_splits(partials.lse.shape[0])
-    with_newest = newest is not None
+    with_raw = raw is not None
     pages = planes = blocks = packed_lens = None
     num_segments = num_tail_rows = 0
     if tail is not None:
@@ -63,10 +63,10 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
             assert table.is_contiguous()
             assert table.shape[1:] == (num_kv_heads, head_size), table.shape
             num_segments = table.shape[0]
-    if newest is None:
+    if raw is None:
         # A launch needs these arguments, but does not read them.
-        newest = NewestTokens(output, output, output, 0.0)
-    query, key, value, scale, attended = newest
+        raw = RawTokens(output, output, output, 0.0)
+    query, key, value, scale, attended = raw
     assert attended is None, "attended tokens are for CUDA's merge"
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     strides = (x.stride(axis) for x in (output, query, key, value) for axis in (0, 1))
@@ -104,7 +104,7 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         CASE=MergeCase(
             multiple=batch.query_len > 1,
             uniform=batch.query_start_loc is None,
-            with_newest=with_newest,
+            with_raw=with_raw,
         ),
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_D=triton.next_power_of_2(head_size),

@@ -8,8 +8,8 @@ Three tuples are passed on to helpers:
   for each row, [R], its sequence's first token, its KV head, its index among the
   sequence's query tokens, and the number of padding tokens among these; the most tokens
   that a row sees.
-* ``newest``: pointers to K and V, ``MergeStrides``, ``ScoreFactors``, and the most
-  newest tokens of a sequence.
+* ``raw``: pointers to K and V, ``MergeStrides``, ``ScoreFactors``, and the most
+  raw tokens of a sequence.
 * ``splits``: ``Partials``; each row's first partial result, [R]; rows between a split
   and the next; the number of splits; the mask of rows, [R].
 
@@ -87,13 +87,13 @@ class MergeCase(NamedTuple):
     Attributes:
         multiple: Whether a sequence may have more than one query token.
         uniform: Whether all sequences have the same number of query tokens.
-        with_newest: Whether the splits leave out the query tokens themselves.
+        with_raw: Whether the splits leave out the query tokens themselves.
 
     """
 
     multiple: bool
     uniform: bool
-    with_newest: bool
+    with_raw: bool
 
 
 @triton.jit
@@ -130,14 +130,14 @@ def _program_rows(
 
 
 @triton.jit
-def _newest_scores(
+def _raw_scores(
     queries,
-    newest,
-    other,  # a token's index among its sequence's newest
+    raw,
+    other,  # a token's index among its sequence's raw ones
 ):
-    """Scores of rows and one of their sequences' newest tokens, fp32 [R]."""
+    """Scores of rows and one of their sequences' raw tokens, fp32 [R]."""
     b_query, m_query, o_d, first_token, kv_head, place, num_missing, most = queries
-    key_ptr, _, strides, scoring, _ = newest
+    key_ptr, _, strides, scoring, _ = raw
     in_window = place - other < most
     seen = (other >= num_missing) & (other <= place) & in_window
     key_row = (first_token + other) * strides.key_token + kv_head * strides.key_head
@@ -151,35 +151,35 @@ def _newest_scores(
 
 
 @triton.jit
-def _largest_newest_score(
+def _largest_raw_score(
     largest,  # [R]
     queries,
-    newest,
+    raw,
 ):
-    """The largest score, [R], of those so far and of the newest tokens."""
-    max_query_len = newest[4]
+    """The largest score, [R], of those so far and of the raw tokens."""
+    max_query_len = raw[4]
     for other in range(max_query_len):
-        largest = tl.maximum(largest, _newest_scores(queries, newest, other))
+        largest = tl.maximum(largest, _raw_scores(queries, raw, other))
     return largest
 
 
 @triton.jit
-def _add_newest(
+def _add_raw(
     total,  # [R]
     b_output,  # [R, D]
     largest,  # [R]
     queries,
-    newest,
+    raw,
 ):
-    """Add the newest tokens to the sums of weights and of weighted values.
+    """Add the raw tokens to the sums of weights and of weighted values.
 
     Scores are computed a second time, because their number is not known when the kernel
     is compiled.
     """
     _, m_query, o_d, first_token, kv_head, _, _, _ = queries
-    _, value_ptr, strides, _, max_query_len = newest
+    _, value_ptr, strides, _, max_query_len = raw
     for other in range(max_query_len):
-        weight = tl.exp2(_newest_scores(queries, newest, other) - largest)
+        weight = tl.exp2(_raw_scores(queries, raw, other) - largest)
         total += weight
         value_row = (first_token + other) * strides.value_token
         value_row += kv_head * strides.value_head
@@ -280,7 +280,7 @@ def merge_kernel(
     m_lse = m_row[:, None] & (o_s < num_splits)[None, :]
     b_lse = tl.load(p_lse, mask=m_lse, other=float("-inf"))  # [R, S]
     o_d = tl.arange(0, BLOCK_D)
-    if CASE.with_newest:
+    if CASE.with_raw:
         seq_len = tl.load(seq_lens_ptr + sequence, mask=m_row, other=0)
         head = row % NUM_HEADS
         kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
@@ -313,13 +313,13 @@ def merge_kernel(
             BLOCK_D,
         )
         largest = tl.maximum(largest, own_largest)
-    if CASE.with_newest:
+    if CASE.with_raw:
         # Query tokens of the sequence that are padding.
         num_missing = query_len - seq_len
         places = first_token, kv_head, place, num_missing, sliding_window
         queries = (b_query, m_query, o_d) + places
-        newest = key_ptr, value_ptr, strides, scoring, max_query_len
-        largest = _largest_newest_score(largest, queries, newest)
+        raw = key_ptr, value_ptr, strides, scoring, max_query_len
+        largest = _largest_raw_score(largest, queries, raw)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32) * _LOG2_E
         largest = tl.maximum(largest, sink)
@@ -333,8 +333,8 @@ def merge_kernel(
         rescale = tl.exp2(own_largest - largest)
         total += own_total * rescale
         b_output += own_output * rescale[:, None]
-    if CASE.with_newest:
-        total, b_output = _add_newest(total, b_output, largest, queries, newest)
+    if CASE.with_raw:
+        total, b_output = _add_raw(total, b_output, largest, queries, raw)
     if lse_ptr is not None:
         # It is -inf without tokens.
         tl.store(lse_ptr + row, largest + tl.log2(total), mask=m_slot)

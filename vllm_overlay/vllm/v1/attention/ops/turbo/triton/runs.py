@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs of tokens that a prefill under a sliding window sees.
 
-A run has dequantised cached tokens, followed by the request's own tokens as computed.
+A run has dequantised cached tokens, followed by the request's raw tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     do_not_specialize_on_alignment=[
         "starts_ptr",
         "cached_lens_ptr",
-        "own_starts_ptr",
+        "raw_starts_ptr",
         "cu_lens_ptr",
     ],
 )
@@ -37,7 +37,7 @@ def _complete_runs_kernel(
     offset_ptr,  # [G, H, D] fp32, taken off the cached keys, or None
     starts_ptr,  # [R]
     cached_lens_ptr,  # [R]
-    own_starts_ptr,  # [R]
+    raw_starts_ptr,  # [R]
     cu_lens_ptr,  # [R + 1]
     num_segments,
     stride_key_token,
@@ -72,9 +72,9 @@ def _complete_runs_kernel(
         offset = tl.load(p_offset + d, mask=mask, other=0.0) - first_offset
         cached = tl.load(p_run_key, mask=mask, other=0.0).to(tl.float32) + offset
         tl.store(p_run_key, cached.to(run_key_ptr.dtype.element_ty), mask=mask)
-    is_own = (n >= cached_len) & (n < length)
-    mask = is_own[:, None] & (d < HEAD_SIZE)
-    token = (tl.load(own_starts_ptr + run) + n - cached_len).to(tl.int64)
+    is_raw = (n >= cached_len) & (n < length)
+    mask = is_raw[:, None] & (d < HEAD_SIZE)
+    token = (tl.load(raw_starts_ptr + run) + n - cached_len).to(tl.int64)
     key_row = token * stride_key_token + head * stride_key_head
     key = tl.load(key_ptr + key_row[:, None] + d, mask=mask, other=0.0)
     if offset_ptr is not None:
@@ -111,7 +111,7 @@ def lay_out_runs(
         block_table: (R, max_blocks) int32.
         runs: The tokens that are seen, N of them.
         key: (T, H, D) of the prefills' tokens, last axis contiguous; not read if runs
-            have no own tokens.
+            have no raw tokens.
         value: (T, H, D), likewise.
         layout: The cache's format.
         run_key: (N, H, D) contiguous, written.
@@ -144,7 +144,7 @@ def lay_out_runs(
         key_offset,
         cached.starts,
         cached.cached_lens,
-        runs.own_starts,
+        runs.raw_starts,
         runs.lens.cu_lens,
         num_segments,
         key.stride(0),

@@ -127,7 +127,7 @@ def _count_rows(
     kv_cache_ptr,
     table_ptr,  # [max_blocks], the sequence's block table
     page_ptr,  # the sequence's page
-    first_own,
+    first_raw,
     count,
     block_size,
     num_rows,
@@ -140,12 +140,12 @@ def _count_rows(
     WORDS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The number of valid rows among the ``count`` tokens before ``first_own``.
+    """The number of valid rows among the ``count`` tokens before ``first_raw``.
 
     It counts backwards, up to the first row that is not valid.
     """
     i = tl.arange(0, _MAX_ROWS)
-    position = first_own - 1 - i
+    position = first_raw - 1 - i
     m_inside = i < count
     position = tl.where(m_inside, position, 0)
     row = position % num_rows
@@ -317,10 +317,10 @@ def tail_kernel(
     end = tl.load(query_start_loc_ptr + sequence + 1)
     query_len = end - tl.load(query_start_loc_ptr + sequence)
     has_page = (block > 0) & (seq_len > 0)
-    first_own = tl.maximum(seq_len - query_len, 0)
+    first_raw = tl.maximum(seq_len - query_len, 0)
     page_ptr = pages_ptr + block.to(tl.int64) * stride_page_block
     if head == NUM_KV_HEADS:
-        count = tl.minimum(tl.minimum(num_counted, num_rows - query_len), first_own)
+        count = tl.minimum(tl.minimum(num_counted, num_rows - query_len), first_raw)
         count = tl.where(has_page, count, 0)
         num_valid = 0
         if count > 0:
@@ -328,7 +328,7 @@ def tail_kernel(
                 kv_cache_ptr,
                 block_table_ptr + sequence * stride_block_table,
                 page_ptr,
-                first_own,
+                first_raw,
                 count,
                 block_size,
                 num_rows,
@@ -347,7 +347,7 @@ def tail_kernel(
             own_offset_ptr = offset_ptr
         else:
             own_offset_ptr = offset_ptr + head * LAYOUT.head_size
-        first = tl.maximum(first_own, seq_len - num_rows)
+        first = tl.maximum(first_raw, seq_len - num_rows)
         for start in tl.range(first, seq_len, _BLOCK_T):
             _write_rows(
                 key_ptr + head * strides.key_head,

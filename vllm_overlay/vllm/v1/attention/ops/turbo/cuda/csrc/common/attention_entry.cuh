@@ -21,7 +21,7 @@ inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
                                  TensorView block_table, TensorView seq_lens,
                                  const Optional<TensorView>& query_start_loc,
                                  int64_t num_seqs, int64_t query_len,
-                                 bool with_newest,
+                                 bool with_raw,
                                  const Optional<TensorView>& packed_lens,
                                  int64_t sliding_window) {
   check_pages("kv_cache", kv_cache, TILE_TOKENS, TILE_BYTES);
@@ -46,8 +46,8 @@ inline AttentionParams params_of(int64_t num_heads, TensorView kv_cache,
   p.stride_block_table = to_int("block_table", block_table.stride(0));
   p.query_start_loc = starts_of(query_start_loc, num_seqs, device);
   p.query_len = to_int("query_len", query_len);
-  p.with_newest = with_newest;
-  p.most_hidden = with_newest ? 0 : p.query_len - 1;
+  p.with_raw = with_raw;
+  p.most_hidden = with_raw ? 0 : p.query_len - 1;
   p.sliding_window = sliding_window_of(sliding_window);
   p.num_seqs = to_int("num_seqs", num_seqs);
   p.num_kv_heads = to_int("kv_cache", num_kv_heads);
@@ -121,7 +121,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      TensorView seq_lens, TensorView partial,
                      TensorView partial_lse,
                      Optional<TensorView> query_start_loc, int64_t num_seqs,
-                     int64_t query_len, bool with_newest,
+                     int64_t query_len, bool with_raw,
                      Optional<TensorView> packed_lens,
                      Optional<TensorView> original_query,
                      Optional<TensorView> key_offset, double offset_factor,
@@ -131,7 +131,7 @@ void attend_to_pages(TensorView query, TensorView query_scale,
   check_axes("query", query, 3);
   AttentionParams p =
       params_of(query.size(1), kv_cache, block_table, seq_lens, query_start_loc,
-                num_seqs, query_len, with_newest, packed_lens, sliding_window);
+                num_seqs, query_len, with_raw, packed_lens, sliding_window);
   add_queries(p, query, query_scale, kv_cache.device());
   add_partials(p, query, partial, partial_lse);
   add_offset(p, query, kv_cache, original_query, key_offset, offset_factor);

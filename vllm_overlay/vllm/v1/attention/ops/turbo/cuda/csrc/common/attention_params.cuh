@@ -34,7 +34,7 @@ struct AttentionParams {
   int tiles_per_block;
   int num_splits;
   int query_len;    // Q, most query tokens of a sequence: its last
-  int with_newest;  // whether cached K and V of query tokens are left out
+  int with_raw;     // whether cached K and V of query tokens are left out
   int most_hidden;  // most cached query tokens that the first one does not see
   // The most tokens that a query token sees, itself the last.
   int sliding_window;
@@ -65,9 +65,9 @@ struct AttentionParams {
     return query_start_loc ? query_start_loc[seq + 1] - query_start_loc[seq]
                            : query_len;
   }
-  // Tiles of own tokens: query tokens whose K and V are read as computed. See
+  // Tiles of raw tokens: query tokens whose K and V are read as computed. See
   // OutputParams.
-  __device__ __forceinline__ int num_own_tiles(int) const { return 0; }
+  __device__ __forceinline__ int num_raw_tiles(int) const { return 0; }
   // The most ranges that all work is cut into.
   __device__ __forceinline__ int max_ranges() const { return gridDim.x; }
   // The query of a sequence's first token and head 0.
@@ -82,7 +82,7 @@ struct AttentionParams {
   }
   // Cached tokens that a sequence's queries attend to, by given lengths.
   __device__ __forceinline__ int num_tokens(int seq, const int* lens) const {
-    return lens[seq] - (with_newest ? num_query_tokens(seq) : 0);
+    return lens[seq] - (with_raw ? num_query_tokens(seq) : 0);
   }
   __device__ __forceinline__ int num_tokens(int seq) const {
     return num_tokens(seq, seq_lens);

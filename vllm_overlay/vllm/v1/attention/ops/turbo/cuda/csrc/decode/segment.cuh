@@ -66,7 +66,7 @@ __device__ __forceinline__ void note_columns(
     const int row = p.query_of(token, segment.kv_head, column);
     shared.rows[warp][lane] = token < query_len ? row : -1;
     const int end = min(segment.num_tokens, segment.last_tile * TILE_TOKENS);
-    const int hidden = p.with_newest ? 0 : query_len - 1 - token;
+    const int hidden = p.with_raw ? 0 : query_len - 1 - token;
     shared.limits[warp][lane] = {p.first_seen(segment.seq, token) - end,
                                  min(segment.num_tokens - hidden - end, 0)};
     if constexpr (KEY_OFFSET != 0) shared.missing[warp][lane] = 0.0f;

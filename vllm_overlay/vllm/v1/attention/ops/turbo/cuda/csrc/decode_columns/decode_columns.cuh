@@ -50,7 +50,7 @@ __device__ __forceinline__ void attend_passes(
     s.num_tokens = seen.last;
     s.last_first = p.first_seen(seq, query_len - 1);
     const int token = s.first_column / p.heads_per_kv;
-    s.first_limit = seen.last - (p.with_newest ? 0 : query_len - 1 - token);
+    s.first_limit = seen.last - (p.with_raw ? 0 : query_len - 1 - token);
     s.split = index - start / cut.range;
     s.ends = s.last_step == steps;
     if (token >= query_len || s.first_step >= s.last_step) continue;

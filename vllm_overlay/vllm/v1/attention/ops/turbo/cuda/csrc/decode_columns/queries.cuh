@@ -24,7 +24,7 @@ __device__ __noinline__ void load_queries(ColumnsShared<Plan>& shared,
     const int row = p.query_of(token, segment.kv_head, column);
     shared.rows[i] = inside ? row : -1;
     shared.firsts[i] = inside ? p.first_seen(segment.seq, token) : 0;
-    const int hidden = inside && !p.with_newest ? query_len - 1 - token : 0;
+    const int hidden = inside && !p.with_raw ? query_len - 1 - token : 0;
     shared.limits[i] = segment.num_tokens - hidden;
     const float factor = inside ? p.query_scale[first_query + row] : 0.0f;
 #pragma unroll

@@ -69,7 +69,7 @@ struct PageCopies {
       const int tile = first_tile + (step + lane) * kStepTiles + i;
       address[i] = nullptr;
       const bool is_seen = KEY_OFFSET == 0 || tile >= segment.first_seen_tile;
-      if (is_seen && tile < min(segment.last_tile, segment.own_tile) &&
+      if (is_seen && tile < min(segment.last_tile, segment.raw_tile) &&
           tile * TILE_TOKENS < segment.num_tokens) {
         const int block = tile / p.tiles_per_block;
         address[i] = segment.cache + table[block] * p.stride_cache_block +

@@ -23,10 +23,10 @@ struct Work {
   int steps, passes;
 };
 
-// A range's share of a pass. The tiles of the sequence's own tokens come after
+// A range's share of a pass. The tiles of the sequence's raw tokens come after
 // its cached tiles, and begin with a whole step.
 struct PassSegment : Segment {
-  int own_tile;  // the first tile of own tokens
+  int raw_tile;  // the first tile of raw tokens
   int range;
   bool begins;  // whether it has the pass's first tile
 };
@@ -59,7 +59,7 @@ struct Cuts {
   template <typename Params>
   static __device__ __forceinline__ Work work_of(const Params& p, int seq) {
     const int steps = steps_of(Tiles(SeenTokens(p, seq)).count) +
-                      steps_of(p.num_own_tiles(seq));
+                      steps_of(p.num_raw_tiles(seq));
     if (steps == 0) return {0, 0};
     const int queries = p.num_query_tokens(seq) * p.heads_per_kv;
     const int head_passes = (queries + kQueries - 1) / kQueries;
@@ -105,10 +105,10 @@ struct Cuts {
       const int head_passes = passes / p.num_kv_heads;
       const SeenTokens seen(p, seq);
       const Tiles tiles(seen);
-      const int own_tile = tiles.first + steps_of(tiles.count) * kStepTiles;
-      const int num_own = p.num_own_tiles(seq);
+      const int raw_tile = tiles.first + steps_of(tiles.count) * kStepTiles;
+      const int num_raw = p.num_raw_tiles(seq);
       const int end =
-          num_own > 0 ? own_tile + num_own : tiles.first + tiles.count;
+          num_raw > 0 ? raw_tile + num_raw : tiles.first + tiles.count;
       PassSegment segment;
       segment.seq = seq;
       segment.kv_head = pass / head_passes;
@@ -121,7 +121,7 @@ struct Cuts {
       segment.split = index - start / ranges.size;
       segment.begins = start >= first;
       segment.ends = segment.last_tile == end;
-      segment.own_tile = own_tile;
+      segment.raw_tile = raw_tile;
       segment.range = index;
       attend(segment);
     }

@@ -31,7 +31,7 @@ struct RowNote {
     is_inside = token < query_len;
     query = is_inside ? p.query_of(token, segment.kv_head, column) : -1;
     first = is_inside ? p.first_seen(known_len, query_len, token) : 0;
-    hidden = is_inside && !p.with_newest ? query_len - 1 - token : 0;
+    hidden = is_inside && !p.with_raw ? query_len - 1 - token : 0;
   }
   __device__ __forceinline__ RowNote(const AttentionParams& p,
                                      const Segment& segment, int column)

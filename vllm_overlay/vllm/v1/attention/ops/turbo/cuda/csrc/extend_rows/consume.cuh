@@ -47,10 +47,10 @@ __device__ __forceinline__ bool note_rows(RowsShared<Plan>& shared,
     if constexpr (kWithOutputs<Params>) {
       // A sequence may be shorter than its query tokens. No query sees the
       // padding.
-      const int first_own =
+      const int first_raw =
           max(note.token + 1 - p.sliding_window, query_len - known_len);
-      shared.own_firsts[row] = note.is_inside ? first_own : 0;
-      shared.own_limits[row] = note.is_inside ? note.token + 1 : query_len;
+      shared.raw_firsts[row] = note.is_inside ? first_raw : 0;
+      shared.raw_limits[row] = note.is_inside ? note.token + 1 : query_len;
     }
   }
   sync_group(group);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume_segment(
     const EndQueries& end_queries) {
   constexpr int kTokens = Plan::kTokens, kRowTiles = Plan::kRowTiles;
   const int num_steps = num_steps_of<Plan::kTiles>(segment);
-  const int first_tile = segment.first_tile, own_tile = segment.own_tile;
+  const int first_tile = segment.first_tile, raw_tile = segment.raw_tile;
   const int num_tokens = segment.num_tokens;
   if (!note_rows(shared, p, segment, group)) {
     pass_steps(shared, stage, num_steps, lane);
@@ -149,8 +149,8 @@ __device__ __forceinline__ void consume_segment(
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) hold(accumulators[i].output);
     const int tile = first_tile + step * Plan::kTiles;
-    const bool is_own = kWithOutputs<Params> && tile >= own_tile;
-    const int token = (tile - (is_own ? own_tile : 0)) * TILE_TOKENS;
+    const bool is_raw = kWithOutputs<Params> && tile >= raw_tile;
+    const int token = (tile - (is_raw ? raw_tile : 0)) * TILE_TOKENS;
     if constexpr (KEY_OFFSET != 0) {
       static_assert(kOffsetTiles % Plan::kTiles == 0);
       const int offset = offset_of_tile(p, tile);
@@ -165,9 +165,9 @@ __device__ __forceinline__ void consume_segment(
         is_done = false;
       }
     }
-    if (is_own || !is_done || num_tokens - token < kTokens + p.most_hidden) {
-      const int* firsts = is_own ? shared.own_firsts : shared.firsts;
-      const RowLimit* lasts = is_own ? shared.own_limits : shared.limits;
+    if (is_raw || !is_done || num_tokens - token < kTokens + p.most_hidden) {
+      const int* firsts = is_raw ? shared.raw_firsts : shared.firsts;
+      const RowLimit* lasts = is_raw ? shared.raw_limits : shared.limits;
       const int end = limits_from(segment) - token;
       RowLimits limits[2];
 #pragma unroll

@@ -2,13 +2,13 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The entry point of the kernel for many queries that attend to cached tokens
-// and to own tokens, and that writes outputs. A module has one instance: see
+// and to raw tokens, and that writes outputs. A module has one instance: see
 // instance.cuh.
 #include <tvm/ffi/function.h>
 
 #include "extend_rows/instance.cuh"
 #include "extend_rows/join.cuh"
-#include "extend_rows/own_tiles.cuh"
+#include "extend_rows/raw_tiles.cuh"
 
 namespace {
 
@@ -35,12 +35,12 @@ void check_runs(const char* name, const TensorView& x) {
   turbo::check_address(name, x, 16);
 }
 
-void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
+void add_raw_tokens(turbo::OutputParams& p, const TensorView& output,
                     const Optional<TensorView>& key,
                     const Optional<TensorView>& value,
                     const TensorView& tiles) {
   TVM_FFI_CHECK(key.has_value() && value.has_value(), ValueError)
-      << "own_tiles: given without the query tokens' keys and values";
+      << "raw_tiles: given without the query tokens' keys and values";
   const TensorView &k = key.value(), &v = value.value();
   check_tokens("key", k, output, p.num_kv_heads);
   check_tokens("value", v, output, p.num_kv_heads);
@@ -49,14 +49,14 @@ void add_own_tokens(turbo::OutputParams& p, const TensorView& output,
   p.own_value = v.data_ptr();
   p.value_strides = turbo::strides_of(v);
   turbo::check_device(output.device(), tiles);
-  turbo::check_shape("own_tiles", tiles, turbo::kFloat16,
-                     {turbo::kAnySize, p.num_kv_heads, turbo::kOwnTileNumbers});
-  turbo::check_contiguous("own_tiles", tiles);
-  turbo::check_address("own_tiles", tiles, 16);
+  turbo::check_shape("raw_tiles", tiles, turbo::kFloat16,
+                     {turbo::kAnySize, p.num_kv_heads, turbo::kRawTileNumbers});
+  turbo::check_contiguous("raw_tiles", tiles);
+  turbo::check_address("raw_tiles", tiles, 16);
   const int64_t most = output.size(0) / TILE_TOKENS + p.num_seqs;
   TVM_FFI_CHECK(tiles.size(0) >= most, ValueError)
-      << "own_tiles: " << tiles.size(0) << " tiles, not " << most;
-  p.own_tiles = static_cast<__half*>(tiles.data_ptr());
+      << "raw_tiles: " << tiles.size(0) << " tiles, not " << most;
+  p.raw_tiles = static_cast<__half*>(tiles.data_ptr());
 }
 
 // partial: [P, D].
@@ -69,7 +69,7 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
                     Optional<TensorView> query_start_loc, int64_t num_seqs,
                     int64_t query_len, TensorView output, TensorView partial,
                     TensorView partial_lse, Optional<TensorView> key,
-                    Optional<TensorView> value, Optional<TensorView> own_tiles,
+                    Optional<TensorView> value, Optional<TensorView> raw_tiles,
                     int64_t sliding_window, Optional<TensorView> sinks,
                     double soft_cap, bool enable_pdl) {
   static_assert(!KEY_OFFSET, "raw keys have no offset to add back");
@@ -78,7 +78,7 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   turbo::OutputParams p = {};
   static_cast<turbo::AttentionParams&>(p) = turbo::params_of(
       num_heads, kv_cache, block_table, seq_lens, query_start_loc, num_seqs,
-      query_len, own_tiles.has_value(), {}, sliding_window);
+      query_len, raw_tiles.has_value(), {}, sliding_window);
   p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
   const DLDevice device = kv_cache.device();
   turbo::add_original_queries(p, "query", query, num_tokens, num_heads, device);
@@ -90,8 +90,8 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   check_runs("output", output);
   p.output = output.data_ptr();
   p.output_strides = turbo::strides_of(output);
-  if (own_tiles.has_value())
-    add_own_tokens(p, output, key, value, own_tiles.value());
+  if (raw_tiles.has_value())
+    add_raw_tokens(p, output, key, value, raw_tiles.value());
   turbo::check_device(device, partial, partial_lse);
   turbo::check_shape("partial", partial, turbo::kFloat32,
                      {turbo::kAnySize, HEAD_SIZE});
@@ -111,8 +111,8 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   p.num_splits = p.num_ranges == 0;
   const dim3 tiles(p.num_seqs, (p.query_len + TILE_TOKENS - 1) / TILE_TOKENS,
                    p.num_kv_heads);
-  if (p.own_tiles != nullptr) {
-    turbo::launch(turbo::own_tiles_kernel, tiles, 32 * turbo::kOwnTileWarps, 0,
+  if (p.raw_tiles != nullptr) {
+    turbo::launch(turbo::raw_tiles_kernel, tiles, 32 * turbo::kRawTileWarps, 0,
                   device, p, enable_pdl);
   }
   turbo::launch(Instance::kKernel, num_blocks, Instance::kThreads,

@@ -133,9 +133,9 @@ struct alignas(1024) RowsShared : QueriesShared<Plan> {
   int rows[kNotesQueries ? Plan::kRows : 1];
   int firsts[Plan::kRows];
   RowLimit limits[Plan::kRows];
-  // The same for own tokens.
-  int own_firsts[Plan::kEndsInOutputs ? Plan::kRows : 1];
-  RowLimit own_limits[Plan::kEndsInOutputs ? Plan::kRows : 1];
+  // The same for raw tokens.
+  int raw_firsts[Plan::kEndsInOutputs ? Plan::kRows : 1];
+  RowLimit raw_limits[Plan::kEndsInOutputs ? Plan::kRows : 1];
   alignas(8) uint64_t full_keys[Plan::kStages];
   uint64_t full_values[Plan::kStages];
   uint64_t empty_keys[Plan::kStages];

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The parameters of attention that writes outputs: queries attend to cached
-// tokens and to own tokens at once.
+// tokens and to raw tokens at once.
 #pragma once
 
 #include "common/attention_params.cuh"
@@ -10,9 +10,9 @@
 
 namespace turbo {
 
-// Numbers of K and V in a tile of own tokens: K's rows and V's columns,
+// Numbers of K and V in a tile of raw tokens: K's rows and V's columns,
 // rotated.
-constexpr int kOwnTileNumbers = 2 * TILE_TOKENS * HEAD_SIZE;
+constexpr int kRawTileNumbers = 2 * TILE_TOKENS * HEAD_SIZE;
 
 // Partial results have a block's rows per place. Range i has two places. Place
 // 2 * i is for the pass that the range continues. Place 2 * i + 1 is for the
@@ -25,7 +25,7 @@ struct OutputParams : AttentionParams {
   Strides output_strides;
   // [T / 16 + B, H, 2, 16 * D] fp16. The tiles of sequence i begin at
   // first_token / 16 + i. Null if query tokens are read from the cache.
-  __half* own_tiles;
+  __half* raw_tiles;
   const void* own_key;    // [T, H, D], not rotated
   const void* own_value;  // [T, H, D], not rotated
   Strides key_strides, value_strides;
@@ -33,15 +33,15 @@ struct OutputParams : AttentionParams {
   Sinks sinks;
   int num_ranges;  // the most that partial results have room for
 
-  __device__ __forceinline__ int num_own_tiles(int seq) const {
-    if (own_tiles == nullptr || seq >= num_seqs) return 0;
+  __device__ __forceinline__ int num_raw_tiles(int seq) const {
+    if (raw_tiles == nullptr || seq >= num_seqs) return 0;
     return (num_query_tokens(seq) + TILE_TOKENS - 1) / TILE_TOKENS;
   }
   __device__ __forceinline__ int max_ranges() const { return num_ranges; }
-  __device__ __forceinline__ __half* own_tile(int seq, int kv_head,
+  __device__ __forceinline__ __half* raw_tile(int seq, int kv_head,
                                               int tile) const {
     const int64_t place = first_token(seq) / TILE_TOKENS + seq + tile;
-    return own_tiles + (place * num_kv_heads + kv_head) * kOwnTileNumbers;
+    return raw_tiles + (place * num_kv_heads + kv_head) * kRawTileNumbers;
   }
   // first_token: that of the row's sequence.
   __device__ __forceinline__ int64_t output_place(int first_token,

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "extend/copies.cuh"
-#include "extend_rows/copy_own_tiles.cuh"
+#include "extend_rows/copy_raw_tiles.cuh"
 
 namespace turbo {
 
@@ -75,12 +75,12 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
     wait_copies<kCopies - 1>();
     __syncwarp();
     const int first = copies.first_tile + step * kStepTiles;
-    bool is_own = false;
+    bool is_raw = false;
     if constexpr (std::is_same_v<Params, OutputParams>) {
-      is_own = first - index >= segment.own_tile;
-      if (is_own) copy_own_step(shared, stage, p, segment, first, index, lane);
+      is_raw = first - index >= segment.raw_tile;
+      if (is_raw) copy_raw_step(shared, stage, p, segment, first, index, lane);
     }
-    if (!is_own) {
+    if (!is_raw) {
       decode_step(shared, stage, segment,
                   tiles + slot * (kWarpTiles * TILE_BYTES), first, index, lane);
     }

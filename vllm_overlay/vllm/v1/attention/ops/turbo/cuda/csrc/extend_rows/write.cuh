@@ -164,7 +164,7 @@ __device__ __forceinline__ void write_empty(const OutputParams& p, int thread) {
 #pragma unroll 1
   for (int seq = int(blockIdx.x); seq < p.num_seqs; seq += int(gridDim.x)) {
     const SeenTokens seen(p, seq);
-    if (seen.first < seen.last || p.num_own_tiles(seq) > 0) continue;
+    if (seen.first < seen.last || p.num_raw_tiles(seq) > 0) continue;
     const int num_words =
         p.num_query_tokens(seq) * p.num_kv_heads * p.heads_per_kv * kRowWords;
 #pragma unroll 1

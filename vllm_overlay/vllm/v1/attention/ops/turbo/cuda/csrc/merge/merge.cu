@@ -17,20 +17,19 @@ using tvm::ffi::TensorView;
 using Kernel = void (*)(turbo::MergeParams);
 
 template <typename T>
-Kernel kernel_of(bool with_newest, bool with_tail) {
+Kernel kernel_of(bool with_raw, bool with_tail) {
   if (with_tail) return turbo::merge_kernel<T, true, true>;
-  return with_newest ? turbo::merge_kernel<T, true>
-                     : turbo::merge_kernel<T, false>;
+  return with_raw ? turbo::merge_kernel<T, true>
+                  : turbo::merge_kernel<T, false>;
 }
 
-Kernel kernel_of(const TensorView& output, bool with_newest, bool with_tail) {
+Kernel kernel_of(const TensorView& output, bool with_raw, bool with_tail) {
   const DLDataType dtype = output.dtype();
   if (dtype == turbo::kBFloat16)
-    return kernel_of<__nv_bfloat16>(with_newest, with_tail);
-  if (dtype == turbo::kFloat16)
-    return kernel_of<__half>(with_newest, with_tail);
+    return kernel_of<__nv_bfloat16>(with_raw, with_tail);
+  if (dtype == turbo::kFloat16) return kernel_of<__half>(with_raw, with_tail);
   turbo::check_dtype("output", output, turbo::kFloat32);
-  return kernel_of<float>(with_newest, with_tail);
+  return kernel_of<float>(with_raw, with_tail);
 }
 
 // Check vectors [T, heads, D] in the output's dtype.
@@ -44,7 +43,7 @@ void check_tokens(const char* name, const TensorView& x, DLDataType dtype,
 // See turbo::MergeParams and merge.py for shapes and dtypes.
 void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            TensorView output, TensorView query, TensorView key,
-           TensorView value, int64_t num_kv_heads, bool with_newest,
+           TensorView value, int64_t num_kv_heads, bool with_raw,
            double score_factor, Optional<TensorView> query_start_loc,
            int64_t num_seqs, int64_t query_len, int64_t row_shift,
            Optional<TensorView> tail_pages, Optional<TensorView> tail_blocks,
@@ -52,15 +51,15 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
            int64_t values, int64_t key_scales, int64_t value_scales,
            Optional<TensorView> key_offset, int64_t sliding_window,
            Optional<TensorView> sinks, double soft_cap,
-           Optional<TensorView> lse, Optional<TensorView> newest_output,
-           Optional<TensorView> newest_lse, bool enable_pdl) {
+           Optional<TensorView> lse, Optional<TensorView> raw_output,
+           Optional<TensorView> raw_lse, bool enable_pdl) {
   const int64_t num_heads = output.size(1);
   const DLDataType dtype = output.dtype();
   TVM_FFI_CHECK(num_heads % num_kv_heads == 0, ValueError)
       << "output: " << num_heads << " heads, no multiple of " << num_kv_heads;
   check_tokens("output", output, dtype, num_heads);
   check_tokens("query", query, dtype, num_heads);
-  if (with_newest) {
+  if (with_raw) {
     check_tokens("key", key, dtype, num_kv_heads);
     check_tokens("value", value, dtype, num_kv_heads);
   }
@@ -90,22 +89,22 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   TVM_FFI_CHECK(p.num_splits <= MAX_SPLITS, ValueError)
       << "partial: " << p.num_splits << " splits, more than " << MAX_SPLITS;
   p.row_shift = static_cast<int>(row_shift);
-  p.with_newest = with_newest;
-  if (newest_lse.has_value()) {
-    TVM_FFI_CHECK(with_newest && newest_output.has_value(), ValueError)
-        << "newest_lse: given without the newest tokens or their output";
-    const TensorView& x = newest_output.value();
-    const TensorView& y = newest_lse.value();
-    check_tokens("newest_output", x, dtype, num_heads);
-    turbo::check_size("newest_output", x, 0, output.size(0));
-    turbo::check_shape("newest_lse", y, turbo::kFloat32,
+  p.with_raw = with_raw;
+  if (raw_lse.has_value()) {
+    TVM_FFI_CHECK(with_raw && raw_output.has_value(), ValueError)
+        << "raw_lse: given without the raw tokens or their output";
+    const TensorView& x = raw_output.value();
+    const TensorView& y = raw_lse.value();
+    check_tokens("raw_output", x, dtype, num_heads);
+    turbo::check_size("raw_output", x, 0, output.size(0));
+    turbo::check_shape("raw_lse", y, turbo::kFloat32,
                        {num_heads, output.size(0)});
-    turbo::check_last_axis("newest_lse", y);
+    turbo::check_last_axis("raw_lse", y);
     turbo::check_device(device, x, y);
-    p.newest_output = x.data_ptr();
-    p.newest_lse = static_cast<const float*>(y.data_ptr());
-    p.newest_strides = turbo::strides_of(x);
-    p.stride_newest_lse = y.stride(0);
+    p.raw_output = x.data_ptr();
+    p.raw_lse = static_cast<const float*>(y.data_ptr());
+    p.raw_strides = turbo::strides_of(x);
+    p.stride_raw_lse = y.stride(0);
   }
   p.sliding_window = turbo::sliding_window_of(sliding_window);
   p.soft_cap = turbo::soft_cap_of(soft_cap, SOFT_CAP);
@@ -115,7 +114,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   const bool with_tail = tail_pages.has_value();
   if (lse.has_value()) {
     const TensorView& x = lse.value();
-    TVM_FFI_CHECK(!with_newest && !with_tail && !sinks.has_value(), ValueError)
+    TVM_FFI_CHECK(!with_raw && !with_tail && !sinks.has_value(), ValueError)
         << "lse: given with more than the partial results";
     turbo::check_dtype("output", output, turbo::kFloat32);
     turbo::check_shape("lse", x, turbo::kFloat32,
@@ -127,8 +126,8 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
     p.lse = static_cast<float*>(x.data_ptr());
   }
   if (with_tail) {
-    TVM_FFI_CHECK(with_newest, ValueError)
-        << "tail_pages: given without the newest tokens";
+    TVM_FFI_CHECK(with_raw, ValueError)
+        << "tail_pages: given without the raw tokens";
     TVM_FFI_CHECK(tail_blocks.has_value() && packed_lens.has_value(),
                   ValueError)
         << "tail_blocks, packed_lens: missing, though there are tail_pages";
@@ -148,7 +147,7 @@ void merge(TensorView partial, TensorView partial_lse, TensorView seq_lens,
   const dim3 grid(turbo::to_int("num_seqs", num_seqs),
                   (p.num_queries + rows - 1) / rows);
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  const bool with_more = with_newest || sinks.has_value();
+  const bool with_more = with_raw || sinks.has_value();
   turbo::launch(kernel_of(output, with_more, with_tail), grid,
                 turbo::kMergeThreads, 0, device, p, enable_pdl);
 }

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Merge of decode attention's splits. A row's partial results are joined and
-// rotated back. They may be joined with a sink and with the sequence's newest
-// tokens, which are not quantised or are in the tail.
+// rotated back. They may be joined with a sink and with the sequence's raw
+// tokens and those in the tail.
 //
 // A row is a query of a sequence, query token and query head. It has as many
 // warps as the GPU has room for. Block (i, j) has the j-th rows of sequence i,
@@ -138,22 +138,22 @@ __device__ __forceinline__ bool join_warps(MergeShared& shared,
 //
 // largest: the largest LSE, -inf without splits.
 // total: the sum of the splits' weights relative to it.
-template <typename T, bool kWithNewest>
+template <typename T, bool kWithRaw>
 __device__ __forceinline__ void finish_row(
-    Coordinates& sum, const MergeParams& p, const Newest& newest,
+    Coordinates& sum, const MergeParams& p, const RawSum& raw,
     const Signs& signs, float largest, float total, const Row& row, int lane) {
-  float rescale = 1.0f, newest_weight = 0.0f;
-  if constexpr (kWithNewest) {
-    const float reference = or_zero(fmaxf(largest, newest.largest));
+  float rescale = 1.0f, raw_weight = 0.0f;
+  if constexpr (kWithRaw) {
+    const float reference = or_zero(fmaxf(largest, raw.largest));
     rescale = exp2_approx(largest - reference);
-    newest_weight = exp2_approx(newest.largest - reference);
-    total = fmaf(total, rescale, newest_weight * newest.total);
+    raw_weight = exp2_approx(raw.largest - reference);
+    total = fmaf(total, rescale, raw_weight * raw.total);
   }
   // The total is about one or more, unless there are no tokens. The test is not
   // "> 0", so that NaN stays NaN.
   const float inverse = total != 0.0f ? reciprocal_approx(total) : 0.0f;
   const float normaliser = rescale * INVERSE_SQRT * inverse;
-  newest_weight *= inverse;
+  raw_weight *= inverse;
   hadamard(sum, lane);
   T* output = static_cast<T*>(p.output) + row.token * p.output_strides.token +
               row.head * p.output_strides.head + lane % kLanes * kVector;
@@ -164,11 +164,11 @@ __device__ __forceinline__ void finish_row(
     for (int i = 0; i < kVector; ++i) {
       x[i] = signs.apply(sum[j][i] * normaliser, j, i);
     }
-    if constexpr (kWithNewest) {
-      x[0] = fmaf(newest_weight, newest.value[j].x, x[0]);
-      x[1] = fmaf(newest_weight, newest.value[j].y, x[1]);
-      x[2] = fmaf(newest_weight, newest.value[j].z, x[2]);
-      x[3] = fmaf(newest_weight, newest.value[j].w, x[3]);
+    if constexpr (kWithRaw) {
+      x[0] = fmaf(raw_weight, raw.value[j].x, x[0]);
+      x[1] = fmaf(raw_weight, raw.value[j].y, x[1]);
+      x[2] = fmaf(raw_weight, raw.value[j].z, x[2]);
+      x[3] = fmaf(raw_weight, raw.value[j].w, x[3]);
     }
     if (kSideBySide == 1 || lane < kLanes) store_vector(output + 128 * j, x);
   }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void write_part(const Coordinates& sum,
   if (lane == 0) p.lse[row] = or_zero(largest) + log2f(total);
 }
 
-template <typename T, bool kWithNewest, bool kWithTail = false>
+template <typename T, bool kWithRaw, bool kWithTail = false>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithTail>)
     merge_kernel(const __grid_constant__ MergeParams p) {
   __shared__ MergeShared shared;
@@ -215,22 +215,21 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithTail>)
   const Signs signs(lane);
   Tail<kWithTail> tail(p, seq, row, first_row, index, warp);
   tail.template attend<T>(p, seq, row, r, lane);
-  Newest newest;
+  RawSum raw;
   const bool joins = (warp & (warps - 1)) == 0 && row.place < row.query_len;
-  if constexpr (kWithNewest) {
+  if constexpr (kWithRaw) {
     if (joins && p.sinks.logits != nullptr)
-      newest.begin_with(p.sinks.load(row.head));
-    if (joins && p.with_newest && p.newest_lse == nullptr)
-      newest.attend<T>(p, seq, row, lane);
+      raw.begin_with(p.sinks.load(row.head));
+    if (joins && p.with_raw && p.raw_lse == nullptr)
+      raw.attend<T>(p, seq, row, lane);
   }
-  tail.join(p, newest, r, lane);
+  tail.join(p, raw, r, lane);
   wait_for_previous_kernel();
   start_next_kernel();
   load_lses(shared, p, seq, first_row, row.query_len * p.num_heads);
-  if constexpr (kWithNewest) {
+  if constexpr (kWithRaw) {
     // This result may be as new as the partial results.
-    if (joins && p.newest_lse != nullptr)
-      newest.take_result<T>(p, seq, row, lane);
+    if (joins && p.raw_lse != nullptr) raw.take_result<T>(p, seq, row, lane);
   }
   __syncthreads();
 
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithTail>)
   if (first_row + r >= p.num_queries) return;
   const float total = warp_sum<32>(exp2_approx(low - reference) +
                                    exp2_approx(high - reference));
-  if constexpr (!kWithNewest && sizeof(T) == 4) {
+  if constexpr (!kWithRaw && sizeof(T) == 4) {
     if (p.lse != nullptr) {
       // Rows that the sequence does not have also get an LSE.
       write_part(sum, p, largest, total, int64_t(seq) * p.num_queries + index,
@@ -261,7 +260,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks<T, kWithTail>)
     }
   }
   if (row.place >= row.query_len) return;
-  finish_row<T, kWithNewest>(sum, p, newest, signs, largest, total, row, lane);
+  finish_row<T, kWithRaw>(sum, p, raw, signs, largest, total, row, lane);
 }
 
 }  // namespace turbo

@@ -24,7 +24,7 @@ struct MergeParams {
   // The output is then [B, Q, Hq, D] fp32, in rotated space.
   float* lse;         // [B, Q, Hq]
   const void* query;  // [T, Hq, D], not rotated
-  const void* key;    // [T, H, D], of the newest tokens
+  const void* key;    // [T, H, D], of the raw tokens
   const void* value;  // [T, H, D]
   Strides output_strides, query_strides;
   Strides key_strides, value_strides;
@@ -34,15 +34,15 @@ struct MergeParams {
   int query_len;       // Q, most query tokens of a sequence
   int num_queries;     // Q * Hq
   int num_splits;
-  int row_shift;    // a row has 1 << row_shift warps, up to kMergeWarps
-  int with_newest;  // whether there are newest tokens
-  // The result of attention to the newest tokens alone. If null, the merge
+  int row_shift;  // a row has 1 << row_shift warps, up to kMergeWarps
+  int with_raw;   // whether there are raw tokens
+  // The result of attention to the raw tokens alone. If null, the merge
   // computes it.
-  const void* newest_output;  // [T, Hq, D]
-  const float* newest_lse;    // [Hq, T], base e
-  Strides newest_strides;
-  int64_t stride_newest_lse;  // between heads
-  int sliding_window;         // most newest tokens that a query token sees
+  const void* raw_output;  // [T, Hq, D]
+  const float* raw_lse;    // [Hq, T], base e
+  Strides raw_strides;
+  int64_t stride_raw_lse;  // between heads
+  int sliding_window;      // most raw tokens that a query token sees
   Sinks sinks;
   // With a tail: its pages, and lengths without the tokens that are
   // read from it.
@@ -51,7 +51,7 @@ struct MergeParams {
   const float* key_offset;  // [G, H, D], of the tail's tokens, or null
   int num_kv_heads;         // H
   int num_offsets;          // G
-  SoftCap soft_cap;  // with SOFT_CAP: of scores of newest and tail tokens
+  SoftCap soft_cap;         // with SOFT_CAP: of scores of raw and tail tokens
 
   // The score of a query's product with a key.
   __device__ __forceinline__ float score_of(float product) const {

@@ -66,7 +66,7 @@ struct TailSums {
     TailTile tile;
     float4 value[kTailHeads][HEAD_SIZE / kVector];
   };
-  float largest[kTailHeads], total[kTailHeads];  // as in Newest
+  float largest[kTailHeads], total[kTailHeads];  // as in RawSum
 };
 
 struct TailShared {
@@ -288,20 +288,20 @@ __device__ __forceinline__ void attend_to_range(TailShared& shared,
   }
 }
 
-// Add the tail's tokens to a row's newest tokens, from all warps that have
+// Add the tail's tokens to a row's raw tokens, from all warps that have
 // some.
 //
 // sums: those of the rows' first warp and the next ones.
 // head: the row among the rows.
-__device__ __forceinline__ void join_tail(Newest& newest, const TailSums* sums,
+__device__ __forceinline__ void join_tail(RawSum& raw, const TailSums* sums,
                                           int warps, int head, int lane) {
   static_assert(kMergeWarps <= 32);
   const bool is_one = lane < warps;
   const float own = is_one ? sums[lane].largest[head] : -INFINITY;
-  const float larger = fmaxf(newest.largest, warp_max(own));
-  newest.raise(larger);
+  const float larger = fmaxf(raw.largest, warp_max(own));
+  raw.raise(larger);
   const float weight = exp2_approx(own - or_zero(larger));
-  newest.total += warp_sum<32>(is_one ? weight * sums[lane].total[head] : 0.0f);
+  raw.total += warp_sum<32>(is_one ? weight * sums[lane].total[head] : 0.0f);
 #pragma unroll
   for (int w = 0; w < kMergeWarps; ++w) {
     if (w >= warps) break;
@@ -309,10 +309,10 @@ __device__ __forceinline__ void join_tail(Newest& newest, const TailSums* sums,
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
       const float4 x = sums[w].value[head][32 * j + lane % kLanes];
-      newest.value[j].x = fmaf(its_weight, x.x, newest.value[j].x);
-      newest.value[j].y = fmaf(its_weight, x.y, newest.value[j].y);
-      newest.value[j].z = fmaf(its_weight, x.z, newest.value[j].z);
-      newest.value[j].w = fmaf(its_weight, x.w, newest.value[j].w);
+      raw.value[j].x = fmaf(its_weight, x.x, raw.value[j].x);
+      raw.value[j].y = fmaf(its_weight, x.y, raw.value[j].y);
+      raw.value[j].z = fmaf(its_weight, x.z, raw.value[j].z);
+      raw.value[j].w = fmaf(its_weight, x.w, raw.value[j].w);
     }
   }
 }
@@ -327,7 +327,7 @@ struct Tail {
   template <typename T>
   __device__ __forceinline__ void attend(const MergeParams&, int, const Row&,
                                          int, int) {}
-  __device__ __forceinline__ void join(const MergeParams&, Newest&, int,
+  __device__ __forceinline__ void join(const MergeParams&, RawSum&, int,
                                        int) const {}
 };
 
@@ -368,14 +368,14 @@ struct Tail<true> {
     const uint8_t* page = p.tail.page(p.tail.blocks[seq], kv_head);
     attend_to_range<T>(shared, p, page, range, rows, row.token, lane);
   }
-  // Add the sums of the rows' warps to a row's newest tokens, in its first
+  // Add the sums of the rows' warps to a row's raw tokens, in its first
   // warp.
-  __device__ __forceinline__ void join(const MergeParams& p, Newest& newest,
+  __device__ __forceinline__ void join(const MergeParams& p, RawSum& raw,
                                        int own, int lane) const {
     __syncthreads();
     if (!has_row || !is_first) return;
     const int filled = (range.count + kTailTokens - 1) / kTailTokens;
-    join_tail(newest, shared.sums + (rows.first << p.row_shift),
+    join_tail(raw, shared.sums + (rows.first << p.row_shift),
               min(rows.warps, filled), own - rows.first, lane);
   }
 };

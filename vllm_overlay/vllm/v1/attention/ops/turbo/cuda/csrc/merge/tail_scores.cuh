@@ -14,7 +14,7 @@
 
 #include "common/mma.cuh"
 #include "common/warp.cuh"
-#include "merge/newest.cuh"
+#include "merge/raw.cuh"
 
 namespace turbo {
 

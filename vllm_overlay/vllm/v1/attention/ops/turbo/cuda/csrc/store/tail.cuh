@@ -37,24 +37,24 @@ struct TailSequence {
   int block;      // its page; 0: none
   int seq_len;    // the step's tokens included
   int end;        // one past its last token, among the step's
-  int first_own;  // position of its first token of the step
+  int first_raw;  // position of its first token of the step
 
   __device__ __forceinline__ TailSequence(const KernelParams& p, int seq)
       : table(p.tail.block_table + seq * p.tail.stride_block_table),
         block(p.tail.blocks[seq]),
         seq_len(p.seq_lens[seq]),
         end(p.query_start_loc[seq + 1]) {
-    first_own = seq_len - (end - p.query_start_loc[seq]);
+    first_raw = seq_len - (end - p.query_start_loc[seq]);
   }
   // Tokens before the step's whose rows attention may read. Rows that tokens of
   // the step take are not among them.
   __device__ __forceinline__ int num_read(const StoreTail& w) const {
-    const int left = w.num_rows - (seq_len - first_own);
-    return max(min(min(w.num_tokens, left), first_own), 0);
+    const int left = w.num_rows - (seq_len - first_raw);
+    return max(min(min(w.num_tokens, left), first_raw), 0);
   }
   // The first position of the step whose row is kept at the end of the step.
   __device__ __forceinline__ int first_written(const StoreTail& w) const {
-    return max(max(first_own, seq_len - w.num_rows), 0);
+    return max(max(first_raw, seq_len - w.num_rows), 0);
   }
   // The index, among the step's tokens, of the token at a position.
   __device__ __forceinline__ int token_of(int position) const {
@@ -100,9 +100,9 @@ __device__ __forceinline__ bool differ(uint2 a, uint2 b) {
 __device__ __forceinline__ bool is_being_stored(const KernelParams& p,
                                                 const TailSequence& s,
                                                 int num_read) {
-  const int first_token = s.token_of(s.first_own);
-  const int first = unsigned(s.first_own - num_read) / unsigned(p.block_size);
-  const int last = unsigned(s.first_own - 1) / unsigned(p.block_size);
+  const int first_token = s.token_of(s.first_raw);
+  const int first = unsigned(s.first_raw - num_read) / unsigned(p.block_size);
+  const int last = unsigned(s.first_raw - 1) / unsigned(p.block_size);
   bool found = false;
 #pragma unroll kSlotsInFlight
   for (int i = threadIdx.x; i < p.num_tokens; i += int(blockDim.x)) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ int count_rows(const KernelParams& p,
 #pragma unroll 1
   for (int i = threadIdx.x; i < num_read * kTagPieces; i += int(blockDim.x)) {
     const int index = i / kTagPieces, piece = i % kTagPieces;
-    const int position = s.first_own - 1 - index;
+    const int position = s.first_raw - 1 - index;
     const int row = unsigned(position) % unsigned(w.num_rows);
     const uint8_t* packed = packed_piece(p, s, position, piece);
     const uint8_t* tag =

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Own tokens: a kernel rotates their K and V once, to operands that producers
-// copy. See copy_own_tiles.cuh.
+// Raw tokens: a kernel rotates their K and V once, to operands that producers
+// copy. See copy_raw_tiles.cuh.
 #pragma once
 
 #include "extend_rows/decode_tile.cuh"
@@ -11,14 +11,14 @@
 
 namespace turbo {
 
-constexpr int kOwnTileWarps = 8;
+constexpr int kRawTileWarps = 8;
 // Larger numbers become this one, as larger scales become the format's largest.
 constexpr float kLargestHalf = 65504.0f;
 
 // K and V as operands have them, except for panels: see decode_tile.cuh. A row
 // of V has 16 tokens. A word follows each four rows, so that a warp writes its
 // two tokens to different banks.
-struct OwnTileShared {
+struct RawTileShared {
   static constexpr int kRowWords = TILE_TOKENS / 2;
   __half keys[TILE_TOKENS][HEAD_SIZE];
   uint32_t values[HEAD_SIZE * kRowWords + HEAD_SIZE / 4];
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool load_coordinates(Coordinates& x, const T* p,
 // NaN, and so do the results of queries that see it. Its V becomes zero,
 // because a weight of zero would not make NaN or infinity zero.
 template <typename T>
-__device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
+__device__ __forceinline__ void make_raw_tile(RawTileShared& shared,
                                               const OutputParams& p, int seq,
                                               int tile, int kv_head) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
   const Signs signs(lane);
   // A warp has two tokens, side by side or one after the other.
   constexpr int kTurns = 2 / kSideBySide;
-  static_assert(2 * kOwnTileWarps == TILE_TOKENS);
+  static_assert(2 * kRawTileWarps == TILE_TOKENS);
   const int first = 2 * warp + lane / kLanes;
   Coordinates key[kTurns], value[kTurns];
   bool is_finite[kTurns];
@@ -136,7 +136,7 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
         numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;
       }
       const int row = value_row(coordinate);
-      uint32_t* word = shared.values + OwnTileShared::value_place(row, warp);
+      uint32_t* word = shared.values + RawTileShared::value_place(row, warp);
       if constexpr (kTurns == 2) {
         *word = as_bits(__floats2half2_rn(numbers[0], numbers[1]));
       } else {
@@ -148,27 +148,27 @@ __device__ __forceinline__ void make_own_tile(OwnTileShared& shared,
 }
 
 // Block (i, j, k) makes tile j of sequence i, for KV head k.
-__global__ void __launch_bounds__(32 * kOwnTileWarps)
-    own_tiles_kernel(const __grid_constant__ OutputParams p) {
-  __shared__ __align__(16) OwnTileShared shared;
+__global__ void __launch_bounds__(32 * kRawTileWarps)
+    raw_tiles_kernel(const __grid_constant__ OutputParams p) {
+  __shared__ __align__(16) RawTileShared shared;
   const int seq = blockIdx.x, tile = blockIdx.y, kv_head = blockIdx.z;
   // The previous kernel may still write the inputs, or use the written memory.
   wait_for_previous_kernel();
   start_next_kernel();
-  if (tile >= p.num_own_tiles(seq)) return;
+  if (tile >= p.num_raw_tiles(seq)) return;
   if (p.is_bf16) {
-    make_own_tile<__nv_bfloat16>(shared, p, seq, tile, kv_head);
+    make_raw_tile<__nv_bfloat16>(shared, p, seq, tile, kv_head);
   } else {
-    make_own_tile<__half>(shared, p, seq, tile, kv_head);
+    make_raw_tile<__half>(shared, p, seq, tile, kv_head);
   }
   __syncthreads();
   constexpr int kVectors = TILE_TOKENS * HEAD_SIZE / 8;
-  auto* target = reinterpret_cast<uint4*>(p.own_tile(seq, kv_head, tile));
+  auto* target = reinterpret_cast<uint4*>(p.raw_tile(seq, kv_head, tile));
 #pragma unroll
-  for (int i = threadIdx.x; i < kVectors; i += 32 * kOwnTileWarps) {
+  for (int i = threadIdx.x; i < kVectors; i += 32 * kRawTileWarps) {
     target[i] = reinterpret_cast<const uint4*>(shared.keys)[i];
     const uint32_t* words =
-        shared.values + OwnTileShared::value_place(i / 2, i % 2 * 4);
+        shared.values + RawTileShared::value_place(i / 2, i % 2 * 4);
     target[kVectors + i] = {words[0], words[1], words[2], words[3]};
   }
 }

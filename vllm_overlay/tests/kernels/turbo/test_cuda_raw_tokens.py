@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Extends whose own tokens go to FlashAttention; the merge only adds its result."""
+"""Extends whose raw tokens go to FlashAttention; the merge only adds its result."""
 
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Layer(ExtendLayer):
 
     def __init__(self, config: VllmConfig, **options: Any) -> None:
         super().__init__(config, **options)
-        # ``extend_outputs`` would attend to own tokens itself.
+        # ``extend_outputs`` would attend to raw tokens itself.
         self.runner.kernels = self.runner.kernels._replace(extend_outputs=None)
         flash_attn = self.runner.flash_attn
 
@@ -90,7 +90,7 @@ def test_batches(folder, requests, lens):
 
 
 def test_in_bf16(folder):
-    """In bf16 rounding also affects the result of attention to own tokens."""
+    """In bf16 rounding also affects the result of attention to raw tokens."""
     layer = Layer.make(folder, dtype=BF16)
     layer.check([(33, 40), (2, 33)])
     assert layer.lens == [33]
@@ -98,7 +98,7 @@ def test_in_bf16(folder):
 
 @scorings
 def test_rules_for_scores(folder, scoring):
-    """Windows, caps and sinks hold for own tokens as well, and sinks count once."""
+    """Windows, caps and sinks hold for raw tokens as well, and sinks count once."""
     options = scoring_options(scoring)
     layer = Layer.make(folder, **options)
     layer.check([(1, 31), (33, 40), (2, 33), (17, 5)])
@@ -109,7 +109,7 @@ def test_rules_for_scores(folder, scoring):
 
 
 def test_offset_of_keys(folder, monkeypatch):
-    """Own keys still have their offset, and cached keys get it back."""
+    """Raw keys still have their offset, and cached keys get it back."""
     monkeypatch.setattr(interface, "OFFSET_SEGMENT", 2048)
     layer = Layer.make(folder)
     offset = gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE)
@@ -141,8 +141,8 @@ def test_broken_neighbours(folder, broken):
     assert layer.lens == [20]
 
 
-def test_own_tokens_from_the_cache(folder):
-    """Own tokens in the cache are attended to with all others there."""
+def test_query_tokens_from_the_cache(folder):
+    """Query tokens in the cache are attended to with all others there."""
     requests = [(1, 31), (33, 40), (2, 33)]
     for layer in (
         Layer.make(folder, "stored"),
@@ -167,17 +167,17 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
     counts: list[int] = []
 
     def attend(query, call, partials) -> None:
-        batch, output, newest = call.batch, call.output, call.newest
+        batch, output, raw = call.batch, call.output, call.raw
         num_tokens = query.vectors.shape[0]
-        assert num_tokens == newest.query.shape[0] == output.shape[0]
+        assert num_tokens == raw.query.shape[0] == output.shape[0]
         assert int(batch.query_start_loc[0]) == 0
         assert int(batch.query_start_loc[-1]) == num_tokens
         assert batch.num_query_slots <= max(MAX_CALL_TOKENS, num_tokens)
         assert int(batch.query_start_loc.diff().max()) == batch.query_len
         few = FEW * (1 + (batch.num_seqs == 1))
-        assert (newest.attended is None) == (batch.query_len <= few)
-        if newest.attended is not None:
-            result, lse = newest.attended
+        assert (raw.attended is None) == (batch.query_len <= few)
+        if raw.attended is not None:
+            result, lse = raw.attended
             assert result.shape == output.shape and lse.shape == (NUM_HEADS, num_tokens)
         partials.lse.fill_(0.0)
         counts.append(num_tokens)
@@ -186,12 +186,12 @@ def test_scratch_is_reserved(folder, partials, monkeypatch):
 
 
 @prefill_modes
-def test_warm_up_attends_to_own_tokens(folder, mode, monkeypatch):
+def test_warm_up_attends_to_raw_tokens(folder, mode, monkeypatch):
     from vllm.v1.attention.ops.turbo.layer import warm_up
 
     layer = Layer.make(folder, mode)
     planned = [
-        plan.num_own_tokens
+        plan.num_raw_tokens
         for step in warm_up.steps(layer.runner, 32, torch.device(DEVICE))
         for plan in step.decode_plans.values()
     ]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Attention of a row to the sequence's newest tokens, which are not quantised.
+// Attention of a row to the sequence's raw tokens, which are not quantised.
 #pragma once
 
 #include "merge/params.cuh"
@@ -28,8 +28,8 @@ struct Row {
   }
 };
 
-// Attention of a row to the newest tokens as computed, up to its own.
-struct Newest : WeightedSum {
+// Attention of a row to the raw tokens, up to its own.
+struct RawSum : WeightedSum {
   // The number of tokens that a row sees. Padding sees none, and may be NaN.
   static __device__ __forceinline__ int places_of(const MergeParams& p, int seq,
                                                   const Row& row) {
@@ -43,11 +43,10 @@ struct Newest : WeightedSum {
                                               const Row& row, int lane) {
     if (places_of(p, seq, row) <= 0) return;
     const float lse =
-        LOG2_E * p.newest_lse[row.head * p.stride_newest_lse + row.token];
-    const T* output = static_cast<const T*>(p.newest_output) +
-                      row.token * p.newest_strides.token +
-                      row.head * p.newest_strides.head +
-                      lane % kLanes * kVector;
+        LOG2_E * p.raw_lse[row.head * p.stride_raw_lse + row.token];
+    const T* output = static_cast<const T*>(p.raw_output) +
+                      row.token * p.raw_strides.token +
+                      row.head * p.raw_strides.head + lane % kLanes * kVector;
     float4 v[kChunks];
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) v[j] = load_vector(output + 128 * j);

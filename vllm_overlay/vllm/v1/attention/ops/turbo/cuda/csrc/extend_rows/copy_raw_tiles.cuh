@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Steps of own tokens, whose K and V are as computed. Another kernel has turned
+// Steps of raw tokens, whose K and V are as computed. Another kernel has turned
 // them to operands of the tensor core, without the division into panels: see
-// own_tiles.cuh.
+// raw_tiles.cuh.
 #pragma once
 
 #include "extend_rows/decode_tile.cuh"
@@ -16,7 +16,7 @@ namespace turbo {
 // keys: the keys of the stage.
 // index: the tile's place in the step.
 template <typename Plan>
-__device__ __forceinline__ void copy_own_keys(uint8_t* keys, const uint4* tile,
+__device__ __forceinline__ void copy_raw_keys(uint8_t* keys, const uint4* tile,
                                               int index, int lane) {
   constexpr uint32_t kPanelBytes = Plan::kTokens * kRowBytes;
   constexpr int kRowChunks = HEAD_SIZE / 8;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_own_keys(uint8_t* keys, const uint4* tile,
 }
 
 // Copy V likewise.
-__device__ __forceinline__ void copy_own_values(uint8_t* values,
+__device__ __forceinline__ void copy_raw_values(uint8_t* values,
                                                 const uint4* tile, int index,
                                                 int lane) {
   constexpr uint32_t kPanelBytes = HEAD_SIZE * kRowBytes;
@@ -46,28 +46,28 @@ __device__ __forceinline__ void copy_own_values(uint8_t* values,
   }
 }
 
-// Copy a warp's tiles of a step of own tokens.
+// Copy a warp's tiles of a step of raw tokens.
 //
 // first: the first of the warp's tiles.
 // index: the place of that tile in the step.
 template <typename Plan>
-__device__ __forceinline__ void copy_own_step(RowsShared<Plan>& shared,
+__device__ __forceinline__ void copy_raw_step(RowsShared<Plan>& shared,
                                               Stage<Plan::kStages>& stage,
                                               const OutputParams& p,
                                               const PassSegment& segment,
                                               int first, int index, int lane) {
   constexpr int kWarpTiles = Plan::kWarpTiles;
-  // Queries include the gain of a codebook, which own keys do not need.
+  // Queries include the gain of a codebook, which raw keys do not need.
   constexpr float kFactor = (1 << PRODUCT_FRACTION_BITS) / KEY_GAIN;
   const auto source = [&](int i) -> const uint4* {
     if (first + i >= segment.last_tile) return nullptr;
     return reinterpret_cast<const uint4*>(
-        p.own_tile(segment.seq, segment.kv_head, first + i - segment.own_tile));
+        p.raw_tile(segment.seq, segment.kv_head, first + i - segment.raw_tile));
   };
   wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);
 #pragma unroll 1
   for (int i = 0; i < kWarpTiles; ++i) {
-    copy_own_keys<Plan>(shared.keys[stage.index][0][0], source(i), index + i,
+    copy_raw_keys<Plan>(shared.keys[stage.index][0][0], source(i), index + i,
                         lane);
     if (lane == 0) shared.factors[stage.of_both()][index + i] = kFactor;
   }
@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_own_step(RowsShared<Plan>& shared,
   wait_for(shared.empty_values[stage.index], stage.parity ^ 1);
 #pragma unroll 1
   for (int i = 0; i < kWarpTiles; ++i) {
-    copy_own_values(shared.values[stage.index][0][0], source(i), index + i,
+    copy_raw_values(shared.values[stage.index][0][0], source(i), index + i,
                     lane);
   }
   fence_async_proxy();
