@@ -79,7 +79,7 @@ class Defect(NamedTuple):
 WAIT = "  wait_for_previous_kernel();\n"
 # Unwritten bytes of shared memory are NaN, and not those of a former block.
 EXTEND_FROM_NAN = Change(
-    "extend/extend.cuh",
+    "extend_mma/extend_mma.cuh",
     "  if (threadIdx.x == 0) init_stages(shared);\n",
     "  for (int i = threadIdx.x; i < sizeof(shared); i += blockDim.x)\n"
     "    shared_bytes[i] = 0xFF;\n"
@@ -88,14 +88,14 @@ EXTEND_FROM_NAN = Change(
 )
 # Consumers read keys later than producers could write the next ones.
 ROWS_READ_LATE = Change(
-    "extend_rows/consume.cuh",
+    "extend_wgmma/consume.cuh",
     "    queries.multiply(scores, m, all_keys + stage.index * kKeyStage);\n",
     "    __nanosleep(20000);\n"
     "    queries.multiply(scores, m, all_keys + stage.index * kKeyStage);\n",
 )
 # The weights of warpgroups' results are written later than all threads could read them.
 COLUMNS_WEIGH_LATE = Change(
-    "decode_columns/partial.cuh",
+    "decode_wgmma/partial.cuh",
     "    float largest = kNoReference, total = 0.0f;\n",
     "    __nanosleep(20000);\n    float largest = kNoReference, total = 0.0f;\n",
 )
@@ -107,21 +107,21 @@ DEFECTS = {
         "kTiles * TILE_TOKENS + visible.most_hidden;",
         "kTiles * TILE_TOKENS;",
         HIDDEN,
-        "decode",
+        "decode and not wgmma",
     ),
-    "extend-hidden": Defect(
-        "extend/consume.cuh",
+    "extend-mma-hidden": Defect(
+        "extend_mma/consume.cuh",
         "segment.num_tokens - token < Plan::kTokens + p.most_hidden",
         "segment.num_tokens - token < Plan::kTokens",
         HIDDEN,
-        "extend",
+        "extend_mma",
     ),
-    "columns-hidden": Defect(
-        "decode_columns/decode_columns.cuh",
+    "decode-wgmma-hidden": Defect(
+        "decode_wgmma/decode_wgmma.cuh",
         "seen.last - (p.with_raw ? 0 : query_len - 1 - token);",
         "seen.last;",
         HIDDEN,
-        "columns",
+        "decode_wgmma",
     ),
     # Earlier results are compared to scores without the change of offset.
     "decode-offset": Defect(
@@ -129,31 +129,31 @@ DEFECTS = {
         "shift(acc[m], {before.x - after.x, before.y - after.y});",
         "",
         f"{FEATURES}splits",
-        "offset and not extend",
+        "offset and not extend_mma",
     ),
-    "extend-offset": Defect(
-        "extend/rows.cuh",
+    "extend-mma-offset": Defect(
+        "extend_mma/rows.cuh",
         "acc.reference[r] += acc.missing[r] - score;",
         ";",
         f"{FEATURES}offsets",
-        "extend or rows",
+        "extend_mma or extend_wgmma",
     ),
     # Warps join warpgroups' results before their weights are known. racecheck reports
     # hazards in this kernel without the defect: see racecheck_sets.cu.
-    "columns-join": Defect(
-        "decode_columns/partial.cuh",
+    "decode-wgmma-join": Defect(
+        "decode_wgmma/partial.cuh",
         BARRIER + "  const auto* results",
         "  const auto* results",
         HIDDEN,
-        "columns",
+        "decode_wgmma",
         shown_by=COLUMNS_WEIGH_LATE,
     ),
-    "columns-offset": Defect(
-        "decode_columns/segment.cuh",
+    "decode-wgmma-offset": Defect(
+        "decode_wgmma/segment.cuh",
         "reference += missing - score;",
         ";",
         f"{FEATURES}offsets",
-        "columns",
+        "decode_wgmma",
     ),
     # A query token sees one token too few, or too many.
     "decode-window": Defect(
@@ -163,22 +163,22 @@ DEFECTS = {
         f"{FEATURES}decodes",
         "window and turbo4",
     ),
-    "columns-window": Defect(
-        "decode_columns/weigh.cuh",
+    "decode-wgmma-window": Defect(
+        "decode_wgmma/weigh.cuh",
         "n >= (i % 2 ? firsts.y : firsts.x)",
         "n > (i % 2 ? firsts.y : firsts.x)",
         f"{FEATURES}decodes",
-        "window and turbo4 and columns",
+        "window and turbo4 and decode_wgmma",
     ),
-    "extend-window": Defect(
-        "extend/rows.cuh",
+    "extend-mma-window": Defect(
+        "extend_mma/rows.cuh",
         "p.first_seen(known_len, query_len, token) : 0;",
         "p.first_seen(known_len, query_len, token) - 1 : 0;",
         f"{FEATURES}extends",
         "window and turbo4",
     ),
     "outputs-window": Defect(
-        "extend_rows/consume.cuh",
+        "extend_wgmma/consume.cuh",
         "max(note.token + 1 - p.sliding_window,",
         "max(0,",
         f"{FEATURES}extends",
@@ -186,14 +186,14 @@ DEFECTS = {
     ),
     # A query token sees tokens after it, or before the sequence.
     "outputs-causal": Defect(
-        "extend_rows/consume.cuh",
+        "extend_wgmma/consume.cuh",
         "note.is_inside ? note.token + 1 : query_len;",
         "query_len;",
         f"{ATTENTION}later_tokens_change_no_bit",
         "outputs and raw",
     ),
     "outputs-padding": Defect(
-        "extend_rows/consume.cuh",
+        "extend_wgmma/consume.cuh",
         "query_len - known_len);",
         "0);",
         f"{FEATURES}sinks",
@@ -207,8 +207,8 @@ DEFECTS = {
         "window and turbo4",
     ),
     # Scores of a query's first step are compared to zero, and not to their own maximum.
-    "extend-begins": Defect(
-        "extend/weigh.cuh",
+    "extend-mma-begins": Defect(
+        "extend_mma/weigh.cuh",
         "reference[r] = kNoRowReference;",
         "reference[r] = 0.0f;",
         f"{FEATURES}scores_far_below_zero",
@@ -219,36 +219,36 @@ DEFECTS = {
         "clear_unseen(tiles + offset, lane);",
         ";",
         f"{FEATURES}pairs",
-        "offset and window and turbo4 and not extend",
+        "offset and window and turbo4 and not extend_mma",
     ),
-    "extend-unseen": Defect(
-        "extend/copies.cuh",
+    "extend-mma-unseen": Defect(
+        "extend_mma/copies.cuh",
         "KEY_OFFSET != 0 && segment.first_seen_tile > index;",
         "false;",
         f"{FEATURES}pairs",
-        "offset and window and turbo4 and extend",
+        "offset and window and turbo4 and extend_mma",
         shown_by=EXTEND_FROM_NAN,
     ),
-    "columns-unseen": Defect(
-        "decode_columns/segment.cuh",
+    "decode-wgmma-unseen": Defect(
+        "decode_wgmma/segment.cuh",
         "!KEY_OFFSET || own_tile >= segment.first_seen_tile,",
         "true,",
         f"{FEATURES}pairs",
-        "offset and window and turbo4 and columns",
+        "offset and window and turbo4 and decode_wgmma",
     ),
     # Sinks have no weight.
     "merge-sinks": Defect(
         "merge/weighted_sum.cuh", "total = 1.0f;", "", f"{FEATURES}sinks", "turbo4"
     ),
     "outputs-sinks": Defect(
-        "extend_rows/write.cuh",
+        "extend_wgmma/write.cuh",
         "exp2_approx(p.sinks.load(head) - acc.reference[r]);",
         "0.0f;",
         f"{FEATURES}sinks",
         "turbo4 and outputs",
     ),
     "join-sinks": Defect(
-        "extend_rows/join.cuh",
+        "extend_wgmma/join.cuh",
         "row.begin_with(p.sinks.load(query % (p.num_kv_heads * p.heads_per_kv)));",
         ";",
         f"{FEATURES}sinks",
@@ -256,7 +256,7 @@ DEFECTS = {
     ),
     # Parts of a row are not joined, or parts of another range are.
     "join-parts": Defect(
-        "extend_rows/join.cuh",
+        "extend_wgmma/join.cuh",
         "const int count = (pass.last - 1) / ranges.size - range + 1;",
         "const int count = (pass.last - 1) / ranges.size - range;",
         f"{ATTENTION}splits",
@@ -264,14 +264,14 @@ DEFECTS = {
     ),
     # Parts after the first loaded ones are left out.
     "join-later-parts": Defect(
-        "extend_rows/join.cuh",
+        "extend_wgmma/join.cuh",
         "first < parts[k].count;",
         "first < 0;",
         f"{ATTENTION}a_pass_of_more_than_two_ranges",
         "outputs and raw",
     ),
     "outputs-parts": Defect(
-        "extend_rows/write.cuh",
+        "extend_wgmma/write.cuh",
         "int64_t(2 * segment.range + segment.begins) * Plan::kRows +",
         "int64_t(2 * segment.range) * Plan::kRows +",
         f"{ATTENTION}splits",
@@ -279,24 +279,24 @@ DEFECTS = {
     ),
     # A pass has more ranges than its results have room for. This takes more blocks than
     # an emulated GPU has.
-    "extend-ranges": Defect(
-        "extend/ranges.cuh",
+    "extend-mma-ranges": Defect(
+        "extend_mma/ranges.cuh",
         "(longest + p.num_splits - 2) / (p.num_splits - 1)",
         "longest / (p.num_splits - 1)",
         f"{ATTENTION}ranges_by_the_room_for_splits",
-        "extend or rows",
+        "extend_mma or extend_wgmma",
     ),
     # Operands in shared memory are overwritten while warpgroups' products read them.
-    "rows-keys": Defect(
-        "extend_rows/produce.cuh",
+    "extend-wgmma-keys": Defect(
+        "extend_wgmma/produce.cuh",
         "wait_for(shared.empty_keys[stage.index], stage.parity ^ 1);",
         ";",
         f"{ATTENTION}splits",
-        "rows and one",
+        "extend_wgmma and one",
         shown_by=ROWS_READ_LATE,
     ),
     "outputs-values": Defect(
-        "extend_rows/produce.cuh",
+        "extend_wgmma/produce.cuh",
         "wait_for(shared.empty_values[stage.index], stage.parity ^ 1);",
         ";",
         f"{ATTENTION}splits",
@@ -304,40 +304,40 @@ DEFECTS = {
     ),
     # The sum includes numbers that are not finite, with a weight of zero.
     "outputs-broken": Defect(
-        "extend_rows/raw_tiles.cuh",
+        "extend_wgmma/raw_tiles.cuh",
         "numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;",
         "numbers[turn] = value[turn][j][i];",
         "test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-broken-key": Defect(
-        "extend_rows/raw_tiles.cuh",
+        "extend_wgmma/raw_tiles.cuh",
         "__float2half_rn(is_finite[turn] ? key[turn][j][i] : NAN);",
         "__float2half_rn(key[turn][j][i]);",
         "test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-large": Defect(
-        "extend_rows/raw_tiles.cuh",
+        "extend_wgmma/raw_tiles.cuh",
         "fabsf(y) > kLargestHalf ? copysignf(kLargestHalf, y) : y;",
         "y;",
         "test_cuda_outputs.py::test_numbers_too_large_for_fp16_when_they_are_rotated",
     ),
     # Queries are rotated by another rotation, or their powers of two are lost.
     "outputs-rotation": Defect(
-        "extend_rows/original_queries.cuh",
+        "extend_wgmma/original_queries.cuh",
         "= pair ^ flips;",
         "= pair;",
         f"{ATTENTION}splits",
         "outputs and padded",
     ),
     "outputs-unit": Defect(
-        "extend_rows/original_queries.cuh",
+        "extend_wgmma/original_queries.cuh",
         "unit * p.query_factor;",
         "p.query_factor;",
         f"{ATTENTION}queries_of_any_size",
     ),
     # Sequences without tokens have no output.
     "outputs-empty": Defect(
-        "extend_rows/write.cuh",
+        "extend_wgmma/write.cuh",
         "reinterpret_cast<uint32_t*>(output)[i % kRowWords] = 0;",
         ";",
         f"{ATTENTION}extends",
@@ -349,17 +349,17 @@ DEFECTS = {
         "soft_cap(own[i] * factor[i % 2])",
         "own[i] * factor[i % 2]",
         f"{FEATURES}pairs",
-        "cap and turbo4 and not extend",
+        "cap and turbo4 and not extend_mma",
     ),
-    "extend-cap": Defect(
-        "extend/weigh.cuh",
+    "extend-mma-cap": Defect(
+        "extend_mma/weigh.cuh",
         "exp2_approx(soft_cap(scores[i + c] * factor) - acc.reference[r]);",
         "exp2_approx(scores[i + c] * factor - acc.reference[r]);",
         f"{FEATURES}splits",
-        "cap2 and extend",
+        "cap2 and extend_mma",
     ),
     "outputs-cap": Defect(
-        "extend/weigh.cuh",
+        "extend_mma/weigh.cuh",
         "if constexpr (SOFT_CAP != 0) scores[i] = soft_cap(scores[i]);",
         "",
         f"{FEATURES}pairs",
@@ -397,13 +397,17 @@ DEFECTS = {
     ),
     # A kernel reads tensors that the kernel before has not written yet.
     "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),
-    "decode-wait": Defect("decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode"),
-    "columns-wait": Defect(
-        "decode_columns/decode_columns.cuh", WAIT, "", ATTENTION_WAITS, "columns"
+    "decode-wait": Defect(
+        "decode/decode.cuh", WAIT, "", ATTENTION_WAITS, "decode and not wgmma"
     ),
-    "extend-wait": Defect("extend/extend.cuh", WAIT, "", ATTENTION_WAITS, "extend"),
-    "rows-wait": Defect(
-        "extend_rows/extend_rows.cuh", WAIT, "", ATTENTION_WAITS, "rows"
+    "decode-wgmma-wait": Defect(
+        "decode_wgmma/decode_wgmma.cuh", WAIT, "", ATTENTION_WAITS, "decode_wgmma"
+    ),
+    "extend-mma-wait": Defect(
+        "extend_mma/extend_mma.cuh", WAIT, "", ATTENTION_WAITS, "extend_mma"
+    ),
+    "extend-wgmma-wait": Defect(
+        "extend_wgmma/extend_wgmma.cuh", WAIT, "", ATTENTION_WAITS, "extend_wgmma"
     ),
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
 }
@@ -421,13 +425,13 @@ SANITIZER_DEFECTS = {
     ),
     # Warps that decode a tile into a place that others still read.
     "racecheck-stages": Defect(
-        "extend/produce.cuh",
+        "extend_mma/produce.cuh",
         "wait_for(shared.empty_values[stage.index], stage.parity ^ 1);",
         "",
     ),
     # Warps that read a tile before it has been decoded.
     "racecheck-values": Defect(
-        "extend/consume.cuh",
+        "extend_mma/consume.cuh",
         "wait_for(shared.full_values[part.stage.index], part.stage.parity);",
         ";",
     ),
@@ -438,17 +442,17 @@ def of_this_gpu(defects: Mapping[str, Defect | None]) -> list[str]:
     """Returns the names of defects in kernels that this GPU runs."""
     import torch
 
-    from vllm.v1.attention.ops.turbo.cuda import decode_columns
+    from vllm.v1.attention.ops.turbo.cuda import decode_wgmma
     from vllm.v1.attention.ops.turbo.cuda.build import capability_of
 
     capability = capability_of(torch.device("cuda", 0))
-    if capability == decode_columns.CAPABILITY:
+    if capability == decode_wgmma.CAPABILITY:
         return list(defects)
     return [
         name
         for name, defect in defects.items()
         if defect is None
-        or not defect.source.startswith(("decode_columns/", "extend_rows/"))
+        or not defect.source.startswith(("decode_wgmma/", "extend_wgmma/"))
     ]
 
 

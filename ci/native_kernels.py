@@ -216,7 +216,7 @@ def tests_of(families: Iterable[str]) -> list[Path]:
     modules = set()
     for family in families:
         kind, _, name = family.partition("/")
-        name = "extend_rows" if name == "extend_outputs" else name
+        name = "extend_wgmma" if name == "extend_outputs" else name
         modules.add(f"{TURBO}.{kind}.{name}")
     names = {path.stem: imported(path) for path in TESTS.glob("*.py")}
     found = {stem for stem, own in names.items() if own & modules}

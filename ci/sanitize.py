@@ -25,11 +25,10 @@ from cuda_defects import SANITIZER_DEFECTS, of_this_gpu, plant
 
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import decode_columns
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import decode_wgmma, extend_mma
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
-from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
+from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
 from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
@@ -122,13 +121,13 @@ def short_sequences(query_len: int) -> list[tuple[int, int]]:
 
 def extend_by_warps(*args: Any, **options: Any) -> None:
     """Runs ``extend_attention`` of GPUs other than Hopper's, on any GPU."""
-    with mock.patch.object(cuda_extend, "capability_of", lambda device: None):
-        cuda_extend.extend_attention(*args, **options)
+    with mock.patch.object(extend_mma, "capability_of", lambda device: None):
+        extend_mma.extend_attention(*args, **options)
 
 
 def batches(case: Case) -> dict[str, Batch]:
     """Returns the batches of a layout, by name; offsets span several segments."""
-    decode, extend = cuda_decode.decode_attention, cuda_extend.extend_attention
+    decode, extend = cuda_decode.decode_attention, extend_mma.extend_attention
     ragged = [(1, 1), (3, 17), (0, 0), (2, 33), (1, 0), (4, 300), (4, 700)]
     # With four query heads per KV head: up to 32 queries, and more than 64.
     few = [(1, 1), (8, 17), (0, 0), (3, 131), (2, 1), (8, 700)]
@@ -153,7 +152,7 @@ def batches(case: Case) -> dict[str, Batch]:
         "many queries by warps": Batch(extend_by_warps, many, (1, 5)),
         "many extends by warps": Batch(extend_by_warps, short_sequences(8), (1,)),
     }
-    if EXTEND.refusal(case.layout):
+    if EXTEND_MMA.refusal(case.layout):
         return {name: x for name, x in found.items() if x.attend is decode}
     return found
 
@@ -184,7 +183,7 @@ def build(cases: list[Case]) -> None:
             loaders = modules_for(FAMILIES, layout, demand, DEVICE)
             # Kernels that extend by warps run on any GPU here.
             demand = demand._replace(capability=ELSEWHERE)
-            loaders += modules_for([EXTEND], layout, demand, DEVICE)
+            loaders += modules_for([EXTEND_MMA], layout, demand, DEVICE)
             jobs += [pool.submit(loader.load) for loader in loaders]
     for job in jobs:
         job.result()
@@ -392,7 +391,7 @@ def main() -> None:
         print(*of_this_gpu(SANITIZER_DEFECTS))
         return
     if args.without_columns:
-        decode_columns.SERVED = range(0)
+        decode_wgmma.SERVED = range(0)
     torch.manual_seed(0)
     defect = SANITIZER_DEFECTS.get(args.defect)
     if defect is not None:

@@ -105,8 +105,8 @@ BUILT = {
     "store turbo4_128": 1,
     "decode turbo4_128_4": 1,
     "decode turbo4_128_8": 1,
-    "extend turbo4_128_r32": 1,
-    "extend turbo4_128_r64": 1,
+    "extend_mma turbo4_128_r32": 1,
+    "extend_mma turbo4_128_r64": 1,
     "merge 128": 1,
 }
 
@@ -204,9 +204,9 @@ def test_a_mode_has_to_do_what_it_is_for(mode, fault, said):
 
 
 def test_hopper_has_kernels_of_its_own_for_extends():
-    """Two ranks of an H200 build extend_rows and extend_outputs, each once."""
+    """Two ranks of an H200 build extend_wgmma and extend_outputs, each once."""
     kept = {name: times for name, times in BUILT.items() if "extend" not in name}
-    hopper = ("extend_rows turbo4_128_r64", "extend_outputs turbo4_128_r64")
+    hopper = ("extend_wgmma turbo4_128_r64", "extend_outputs turbo4_128_r64")
     mode = "tensor_parallel_heads"
     assert judged(mode, built=kept | dict.fromkeys(hopper, 1)) is None
     assert "built once" in judged(mode, built=kept | dict.fromkeys(hopper, 2))

@@ -114,5 +114,5 @@ def test_tests_of_a_family():
     assert {"test_cuda_merge.py", "test_cuda_features.py"} <= names
     assert "test_latent_format.py" not in names
     assert native.tests_of(["cuda/extend_outputs"]) == native.tests_of(
-        ["cuda/extend_rows"]
+        ["cuda/extend_wgmma"]
     )

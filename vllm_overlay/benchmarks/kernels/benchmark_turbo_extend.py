@@ -65,21 +65,21 @@ class Elsewhere(NamedTuple):
 
     def extend_attention(self, *args: Any, **options: Any) -> None:
         """Attend as serving does on such a GPU."""
-        from vllm.v1.attention.ops.turbo.cuda import extend, family
+        from vllm.v1.attention.ops.turbo.cuda import extend_mma, family
 
-        def plan_for(*arguments: Any) -> extend.ExtendPlan:
-            return extend.ExtendPlan(*self.plan)
+        def plan_for(*arguments: Any) -> extend_mma.ExtendPlan:
+            return extend_mma.ExtendPlan(*self.plan)
 
         with (
-            mock.patch.object(extend, "capability_of", lambda device: None),
+            mock.patch.object(extend_mma, "capability_of", lambda device: None),
             mock.patch.object(
                 family, "shared_memory", lambda device: self.shared_bytes
             ),
             mock.patch.object(
-                extend, "plan_for", plan_for if self.plan else extend.plan_for
+                extend_mma, "plan_for", plan_for if self.plan else extend_mma.plan_for
             ),
         ):
-            extend.extend_attention(*args, **options)
+            extend_mma.extend_attention(*args, **options)
 
 
 class ExtendArm(TurboArm):

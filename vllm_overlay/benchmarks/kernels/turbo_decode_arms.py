@@ -190,17 +190,17 @@ class Arm(ABC):
 
 def decode_in_passes(*args: Any, **options: Any) -> None:
     """Call ``cuda.decode.decode_attention`` with the kernel that all GPUs have."""
-    from vllm.v1.attention.ops.turbo.cuda import decode, decode_columns
+    from vllm.v1.attention.ops.turbo.cuda import decode, decode_wgmma
 
-    with mock.patch.object(decode_columns, "SERVED", range(0)):
+    with mock.patch.object(decode_wgmma, "SERVED", range(0)):
         decode.decode_attention(*args, **options)
 
 
 def decode_by_extend(*args: Any, **options: Any) -> None:
     """Decode by the kernel that extends contexts on this GPU."""
-    from vllm.v1.attention.ops.turbo.cuda import extend
+    from vllm.v1.attention.ops.turbo.cuda import extend_mma
 
-    extend.extend_attention(*args, **options)
+    extend_mma.extend_attention(*args, **options)
 
 
 # Kernels of CUDA's that may decode in place of the one that serves.

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.cuda import extend, extend_rows
-from vllm.v1.attention.ops.turbo.cuda.decode_columns import COLUMNS
-from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
-from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, ROWS
+from vllm.v1.attention.ops.turbo.cuda import extend_mma, extend_wgmma
+from vllm.v1.attention.ops.turbo.cuda.decode_wgmma import DECODE_WGMMA
+from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
+from vllm.v1.attention.ops.turbo.cuda.extend_wgmma import EXTEND_WGMMA, OUTPUTS
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
@@ -54,7 +54,7 @@ def extend_to_outputs(
     With one split, blocks have whole passes.
     """
     batch, num_tokens = call.batch, query.vectors.shape[0]
-    specs = extend_rows.output_scratch(
+    specs = extend_wgmma.output_scratch(
         call.layout,
         call.num_kv_heads,
         132 if ON_GPU else 4,
@@ -67,7 +67,7 @@ def extend_to_outputs(
         scratch = scratch._replace(
             partial=scratch.partial[:0], partial_lse=scratch.partial_lse[:0]
         )
-    extend_rows.extend_outputs(call, scratch)
+    extend_wgmma.extend_outputs(call, scratch)
 
 
 def rounded_by_outputs(query: torch.Tensor) -> torch.Tensor:
@@ -95,25 +95,25 @@ KERNELS = {
     for kernel in (
         DECODE_KERNEL,
         Kernel(
-            "columns",
-            by_family(COLUMNS, lambda layout, num_queries: None),
+            "decode_wgmma",
+            by_family(DECODE_WGMMA, lambda layout, num_queries: None),
             rounded_to_fp16,
-            refusal=COLUMNS.refusal,
+            refusal=DECODE_WGMMA.refusal,
             marks=(requires_hopper,),
         ),
         Kernel(
-            "extend",
-            by_family(EXTEND, extend.plan_for),
+            "extend_mma",
+            by_family(EXTEND_MMA, extend_mma.plan_for),
             rounded_to_fp16,
             is_extend=True,
-            refusal=EXTEND.refusal,
+            refusal=EXTEND_MMA.refusal,
         ),
         Kernel(
-            "rows",
-            by_family(ROWS, extend_rows.plan_for),
+            "extend_wgmma",
+            by_family(EXTEND_WGMMA, extend_wgmma.plan_for),
             rounded_to_fp16,
             is_extend=True,
-            refusal=ROWS.refusal,
+            refusal=EXTEND_WGMMA.refusal,
             marks=(requires_hopper,),
         ),
         Kernel(

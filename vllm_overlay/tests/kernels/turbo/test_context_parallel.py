@@ -197,7 +197,7 @@ def test_launches_of_cuda(folder, monkeypatch, launches):  # noqa: F811
     scene = SharedRequests(folder, monkeypatch, requests, 2, 16)
     # Renamed, because the check expects q in int8 from kernels named CUDA.
     scene.check(scene.run("triton", CudaKernels()._replace(name="Triton")))
-    calls = ["decode", "merge", "merge", "extend", "merge", "merge"]
+    calls = ["decode", "merge", "merge", "extend_mma", "merge", "merge"]
     assert sorted(launches) == sorted(2 * ["store", *calls])
 
 

@@ -15,9 +15,9 @@ import torch
 
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_mma
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
-from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
+from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.format import HEAD_SIZES, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
@@ -145,7 +145,7 @@ def test_splits(kernel, with_raw, num_splits, seq_lens):
 
 @pytest.mark.parametrize(
     "kernel, length",
-    [KERNELS["extend"].case(160), KERNELS["rows"].case(320)],
+    [KERNELS["extend_mma"].case(160), KERNELS["extend_wgmma"].case(320)],
 )
 def test_ranges_by_the_room_for_splits(kernel, length):
     """There are as many blocks as steps, but a pass of five steps may have only four
@@ -242,9 +242,9 @@ def test_hidden_tokens_of_whole_tiles_change_no_bit(kernel, group):
         KERNELS[x].case(lens, name=kind)
         for x, *both in (
             ("decode", 3, [3, 1, 2, 3]),
-            ("columns", 6, [9, 1, 2, 6]),
-            ("extend", 16, [16, 1, 2, 9]),
-            ("rows", 16, [33, 1, 2, 9]),
+            ("decode_wgmma", 6, [9, 1, 2, 6]),
+            ("extend_mma", 16, [16, 1, 2, 9]),
+            ("extend_wgmma", 16, [33, 1, 2, 9]),
             ("outputs", 16, [70, 1, 2, 9]),
         )
         for kind, lens in zip(("uniform", "ragged"), both)
@@ -271,8 +271,8 @@ def test_a_graph_takes_other_lengths(with_raw, kernel, query_lens):
 
 @pytest.mark.parametrize(
     "kernel",
-    [cuda_decode, triton_decode, cuda_extend],
-    ids=["cuda", "triton", "extend"],
+    [cuda_decode, triton_decode, extend_mma],
+    ids=["cuda", "triton", "extend_mma"],
 )
 def test_room_for_partial_results(kernel):
     """More query tokens have fewer splits each, down to one or two."""
@@ -400,21 +400,21 @@ def test_shared_memory_has_room_for_two_stages(capability):
     """All architectures have room, and for two blocks with 64 queries of 128."""
     limit = ARCHITECTURES[capability]
     for name in TURBO_PRESETS:
-        for size in cuda_extend.SUPPORTED_HEAD_SIZES:
+        for size in extend_mma.SUPPORTED_HEAD_SIZES:
             layout = TurboFormat.from_cache_dtype(name, size)
             for num_queries in (1, 33, 65):
-                plan = cuda_extend.plan_for(layout, num_queries)
-                assert 2 <= cuda_extend.num_stages(layout, plan, limit) <= 4
-    plan = cuda_extend.plan_for(LAYOUT, 64)
+                plan = extend_mma.plan_for(layout, num_queries)
+                assert 2 <= extend_mma.num_stages(layout, plan, limit) <= 4
+    plan = extend_mma.plan_for(LAYOUT, 64)
     half = (limit + 1024) // 2 - 1024
-    assert plan.rows == 64 and cuda_extend.num_stages(LAYOUT, plan, half) >= 2
+    assert plan.rows == 64 and extend_mma.num_stages(LAYOUT, plan, half) >= 2
 
 
 @pytest.mark.parametrize(
     "kernel, how, sizes",
     [
         (DECODE, 64, (64, 128, 256, 512)),
-        (EXTEND, cuda_extend.plan_for(LAYOUT, 64), (64, 128, 256)),
+        (EXTEND_MMA, extend_mma.plan_for(LAYOUT, 64), (64, 128, 256)),
     ],
 )
 def test_head_sizes_without_an_instance_say_so(kernel, how, sizes):

@@ -14,10 +14,10 @@ import torch
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
-from vllm.v1.attention.ops.turbo.cuda import extend_rows, module_builds
+from vllm.v1.attention.ops.turbo.cuda import extend_wgmma, module_builds
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
-from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, ROWS
+from vllm.v1.attention.ops.turbo.cuda.extend_wgmma import EXTEND_WGMMA, OUTPUTS
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES, load_instance
 from vllm.v1.attention.ops.turbo.cuda.merge import MERGE
 from vllm.v1.attention.ops.turbo.cuda.store import STORE
@@ -153,8 +153,8 @@ def test_a_build_fails_once_for_all_layers(gpu, log):
         "extend_outputs turbo4_128_r128;",
         "extend_outputs turbo4_128_r256;",
         "extend_outputs turbo4_128_r64;",
-        "extend_rows turbo4_128_r128;",
-        "extend_rows turbo4_128_r64;",
+        "extend_wgmma turbo4_128_r128;",
+        "extend_wgmma turbo4_128_r64;",
         "merge 128;",
         "store turbo4_128;",
     ]
@@ -170,9 +170,9 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     device = torch.device("cuda", 0)
     asked: list[tuple] = [(STORE, LAYOUT, None), (MERGE, 128, None)]
     asked.append((DECODE, LAYOUT, 4))
-    plans = [extend_rows.plan_for(LAYOUT, n) for n in (64, 65)]
-    asked += [(ROWS, LAYOUT, plan) for plan in plans]
-    plans = [extend_rows.plan_for(LAYOUT, n, True) for n in (64, 65, 256)]
+    plans = [extend_wgmma.plan_for(LAYOUT, n) for n in (64, 65)]
+    asked += [(EXTEND_WGMMA, LAYOUT, plan) for plan in plans]
+    plans = [extend_wgmma.plan_for(LAYOUT, n, True) for n in (64, 65, 256)]
     asked += [(OUTPUTS, LAYOUT, plan) for plan in plans]
     assert set(loaded) == {(*args, device, PLAIN) for args in asked}
     assert len(loaded) == len(asked)

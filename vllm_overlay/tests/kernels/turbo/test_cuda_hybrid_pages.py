@@ -108,7 +108,7 @@ def test_decodes(kernel, layout, block_size, group, query_len):
     check(kernel, layout, block_size, query_len, group)
 
 
-@kernels_and_layouts(["extend"], LAYOUTS)
+@kernels_and_layouts(["extend_mma"], LAYOUTS)
 @block_sizes
 @groups
 @raw_or_stored
@@ -117,7 +117,7 @@ def test_extends(kernel, layout, block_size, group, with_raw):
 
 
 @requires_nvidia
-@kernels_and_layouts(["decode", "triton", "extend"], LAYOUTS)
+@kernels_and_layouts(["decode", "triton", "extend_mma"], LAYOUTS)
 @block_sizes
 @groups
 def test_whole_sequences(kernel, layout, block_size, group):

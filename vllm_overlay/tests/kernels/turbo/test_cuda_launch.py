@@ -257,7 +257,7 @@ def other_architecture(monkeypatch: pytest.MonkeyPatch):
     load_instance.cache_clear()
 
 
-@pytest.mark.parametrize("kernel", ["store", "decode", "extend", "merge"])
+@pytest.mark.parametrize("kernel", ["store", "decode", "extend_mma", "merge"])
 def test_a_kernel_without_an_image_is_refused(other_architecture, monkeypatch, kernel):
     """A refused launch is an error, after which the GPU goes on to work."""
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)

@@ -11,13 +11,12 @@ import torch
 
 from vllm.v1.attention.ops.turbo.choose import cuda_kernels
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda import extend_rows, family
+from vllm.v1.attention.ops.turbo.cuda import extend_mma, extend_wgmma, family
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES, CudaModule
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
-from vllm.v1.attention.ops.turbo.cuda.decode_columns import COLUMNS
-from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
-from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS
+from vllm.v1.attention.ops.turbo.cuda.decode_wgmma import DECODE_WGMMA
+from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
+from vllm.v1.attention.ops.turbo.cuda.extend_wgmma import OUTPUTS
 from vllm.v1.attention.ops.turbo.cuda.family import (
     ARCHITECTURES,
     Demand,
@@ -45,7 +44,7 @@ variants = pytest.mark.parametrize("variant", [PLAIN, OFFSET, CAP])
 
 def set_capability(monkeypatch: pytest.MonkeyPatch, capability: int | None) -> None:
     """Have the GPU report a compute capability, on any machine."""
-    for module in (cuda_decode, cuda_extend, family):
+    for module in (cuda_decode, extend_mma, family):
         monkeypatch.setattr(module, "capability_of", lambda device: capability)
 
 
@@ -90,15 +89,15 @@ def served(
     MERGE.load(layout.head_size, None, DEVICE, variant)
     for query_len in query_lens:
         cuda_decode.load(layout, group * query_len, DEVICE, variant)
-    if EXTEND.refusal(layout):
+    if EXTEND_MMA.refusal(layout):
         return
     for query_len in extend_lens:
-        cuda_extend.load(layout, group * query_len, DEVICE, variant)
-    capability = cuda_extend.capability_of(DEVICE)
+        extend_mma.load(layout, group * query_len, DEVICE, variant)
+    capability = extend_mma.capability_of(DEVICE)
     reason = OUTPUTS.unsupported_reason(layout, capability)
     if reason is None and not variant.key_offset:
         for query_len in extend_lens:
-            plan = extend_rows.plan_for(layout, group * query_len, with_outputs=True)
+            plan = extend_wgmma.plan_for(layout, group * query_len, with_outputs=True)
             OUTPUTS.load(layout, plan, DEVICE, variant)
 
 
@@ -132,17 +131,17 @@ def test_all_widths_of_both_kernels_where_batches_have_them(asked):
         "decode turbo4_128_4",
         "decode turbo4_128_8",
         "decode turbo4_128_16",
-        "extend turbo4_128_r32",
-        "extend turbo4_128_r64",
-        "extend turbo4_128_r128",
+        "extend_mma turbo4_128_r32",
+        "extend_mma turbo4_128_r64",
+        "extend_mma turbo4_128_r128",
     ]
 
 
 def test_warpgroups_extend_where_gpus_have_them(asked):
     loaders = serving(LAYOUT, 4, 1, max_extend_len(128, 4, 90), 90)
     assert [loader.name for loader in loaders[3:]] == [
-        "extend_rows turbo4_128_r64",
-        "extend_rows turbo4_128_r128",
+        "extend_wgmma turbo4_128_r64",
+        "extend_wgmma turbo4_128_r128",
         "extend_outputs turbo4_128_r64",
         "extend_outputs turbo4_128_r128",
         "extend_outputs turbo4_128_r256",
@@ -155,27 +154,27 @@ def test_warpgroups_extend_where_gpus_have_them(asked):
     ]
     layout = TurboFormat.from_cache_dtype("turbo4", 256)
     names = [x.name for x in serving(layout, 4, 1, 33, 90)]
-    assert names[3:] == ["extend_rows turbo4_256_r64", "extend_rows turbo4_256_r128"]
+    assert names[3:] == ["extend_wgmma turbo4_256_r64", "extend_wgmma turbo4_256_r128"]
 
 
 def test_warpgroups_decode_more_queries_than_attend_at_once(asked):
     """Warpgroups decode 17 to 32 queries, for which no other kernel is built."""
     names = [x.name for x in serving(LAYOUT, 16, 2, 0, 90)]
-    assert names[2:] == ["decode turbo4_128_16", "decode_columns turbo4_128_c32"]
+    assert names[2:] == ["decode turbo4_128_16", "decode_wgmma turbo4_128_c32"]
     for group, own in ((16, False), (17, True), (32, True), (33, False)):
         found = serving(LAYOUT, group, 1, 0, 90)
         names = [x.name for x in found[2:]]
         assert names == [
-            "decode_columns turbo4_128_c32" if own else "decode turbo4_128_16"
+            "decode_wgmma turbo4_128_c32" if own else "decode turbo4_128_16"
         ]
     for capability, size in ((89, 128), (100, 128), (90, 256)):
         layout = TurboFormat.from_cache_dtype("turbo4", size)
         found = serving(layout, 16, 2, 0, capability)
-        assert not any("columns" in x.name for x in found)
+        assert not any("decode_wgmma" in x.name for x in found)
     for variant in (OFFSET, CAP):
         found = serving(LAYOUT, 16, 2, 0, 90, variant)
-        assert not any("columns" in x.name for x in found)
-    assert COLUMNS.module(LAYOUT, None).is_specific
+        assert not any("decode_wgmma" in x.name for x in found)
+    assert DECODE_WGMMA.module(LAYOUT, None).is_specific
 
 
 @pytest.mark.parametrize("num_queries", [1, 16, 17, 32, 33])
@@ -202,7 +201,7 @@ def test_the_loaded_module_rounds_queries_or_does_not(
     ((module, _),) = asked
     is_own = capability == 90 and head_size <= 128 and variant == PLAIN
     is_own = is_own and 17 <= num_queries <= 32
-    assert module.kernel == ("decode_columns" if is_own else "decode")
+    assert module.kernel == ("decode_wgmma" if is_own else "decode")
     assert cuda_decode.rounds_queries(*args) == (module.kernel == "decode")
 
 
@@ -277,7 +276,7 @@ def test_names_are_those_of_the_modules(asked, name, head_size, variant):
     names = [f"{module.kernel} {module.instance}" for module, _ in asked]
     assert names == [loader.name for loader in loaders]
     assert [loader.make(SHARED_BYTES) for loader in loaders] == [x for x, _ in asked]
-    num_extends = 0 if EXTEND.refusal(layout) else 2
+    num_extends = 0 if EXTEND_MMA.refusal(layout) else 2
     assert len(set(names)) == len(names) == 5 + num_extends
 
 

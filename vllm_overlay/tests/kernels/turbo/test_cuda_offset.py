@@ -104,7 +104,7 @@ def test_tables_that_are_not_taken(name):
     batch = Sequences(LAYOUT, [40], 1, features=FEATURES)
     batch.scoring = batch.scoring._replace(key_offset=table)
     error = TypeError if name == "dtype" else ValueError
-    for kernel in ("decode", "extend"):
+    for kernel in ("decode", "extend_mma"):
         with pytest.raises(error, match=f"key_offset: {message}"):
             batch.attend(KERNELS[kernel], False)
     with pytest.raises(error, match=f"key_offset: {message}"):

@@ -14,8 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import choose, reference
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
-from vllm.v1.attention.ops.turbo.cuda import extend_rows
+from vllm.v1.attention.ops.turbo.cuda import extend_mma, extend_wgmma
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_signs
 from vllm.v1.attention.ops.turbo.interface import (
@@ -100,7 +99,7 @@ class Layer(ExtendLayer):
         def extend(call: AttentionCall, scratch: OutputScratch) -> None:
             assert call.query is not None
             self.calls.append((call.query.shape[0], call.batch.num_seqs))
-            extend_rows.extend_outputs(call, scratch)
+            extend_wgmma.extend_outputs(call, scratch)
 
         self.runner.kernels = self.runner.kernels._replace(
             extend_outputs=extend, extend_attention=refuse
@@ -362,7 +361,7 @@ def test_few_beside_many(folder):
     runner = layer.runner
     runner.num_sms = 132
     runner.kernels = runner.kernels._replace(
-        extend_attention=cuda_extend.extend_attention
+        extend_attention=extend_mma.extend_attention
     )
     layer.check([(1, 31), (33, 40), (2, 33)])
     assert layer.calls == []
@@ -381,7 +380,7 @@ def test_warm_up_launches_each_plan(folder, mode):
         if call.is_extend
     ]
     plans = {
-        extend_rows.plan_for(LAYOUT, GROUP * call.batch.query_len, with_outputs=True)
+        extend_wgmma.plan_for(LAYOUT, GROUP * call.batch.query_len, with_outputs=True)
         for call in calls
         if call.ends_in_outputs
     }
@@ -409,7 +408,7 @@ def test_plans(num_queries, rows):
     """A plan has as few rows without a query as possible, in products of 64 rows."""
     for head_size in (64, 128):
         layout = TurboFormat.from_cache_dtype("turbo4", head_size)
-        plan = extend_rows.plan_for(layout, num_queries, with_outputs=True)
+        plan = extend_wgmma.plan_for(layout, num_queries, with_outputs=True)
         assert plan.rows == rows
 
 
@@ -419,4 +418,4 @@ def test_plans(num_queries, rows):
 def test_plans_without_several_products(num_queries, rows):
     """A warpgroup without queries takes no time."""
     layout = TurboFormat.from_cache_dtype("turbo4", 256)
-    assert extend_rows.plan_for(layout, num_queries).rows == rows
+    assert extend_wgmma.plan_for(layout, num_queries).rows == rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_mma
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
@@ -93,7 +93,7 @@ ENTRY_POINTS = {
     "triton gather_context": call_gather,
     "cuda store": partial(call_store, cuda_store.store),
     "cuda decode_attention": partial(call_attention, cuda_decode.decode_attention),
-    "cuda extend_attention": partial(call_attention, cuda_extend.extend_attention),
+    "cuda extend_attention": partial(call_attention, extend_mma.extend_attention),
 }
 MARKS = {"triton": requires_triton, "cuda": requires_cuda}
 all_entry_points = pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_mma
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
 from vllm.v1.attention.ops.turbo.cuda.family import Family
@@ -158,7 +158,7 @@ def merge(
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have CUDA's modules launch Triton's kernels; returns the names of loaded ones."""
     loaded = []
-    functions = {"store": store, "decode": attend, "extend": attend, "merge": merge}
+    functions = {"store": store, "decode": attend, "extend_mma": attend, "merge": merge}
 
     def load(family: Family, layout, *args):
         loaded.append(family.kernel)
@@ -166,7 +166,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return function if function is merge else partial(function, layout)
 
     monkeypatch.setattr(cuda_family, "load_instance", load)
-    for module in (cuda_decode, cuda_extend):
+    for module in (cuda_decode, extend_mma):
         monkeypatch.setattr(module, "capability_of", lambda device: None)
     monkeypatch.setattr(cuda_merge, "num_compute_units", lambda *args: 4)
     return loaded
@@ -197,5 +197,5 @@ def test_output_of_launches(folder, requests, mode, window, sinks, cap, launches
     metadata = batch.build(config, impl)
     assert metadata.prefill is None
     batch.serve(impl, metadata)
-    calls = [["decode", "merge"], ["extend", "merge"]][: 1 + len(metadata.extends)]
+    calls = [["decode", "merge"], ["extend_mma", "merge"]][: 1 + len(metadata.extends)]
     assert launches == ["store", *sum(calls, [])]

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
-from vllm.v1.attention.ops.turbo.cuda import extend as cuda_extend
+from vllm.v1.attention.ops.turbo.cuda import extend_mma
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
 
 # Multiprocessors, KV heads, sequences, query tokens of each.
@@ -20,7 +20,7 @@ FEW = 4096
 TEAMS = 4
 
 all_kernels = pytest.mark.parametrize(
-    "kernel", [cuda_decode, cuda_extend], ids=["decode", "extend"]
+    "kernel", [cuda_decode, extend_mma], ids=["decode", "extend_mma"]
 )
 
 

@@ -69,12 +69,12 @@ def cuda_kernels(
             all GPUs have.
 
     """
-    from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
-    from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, extend_outputs
+    from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
+    from vllm.v1.attention.ops.turbo.cuda.extend_wgmma import OUTPUTS, extend_outputs
     from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
 
     kernels = CudaKernels(reason)
-    if EXTEND.unsupported_reason(layout, capability):
+    if EXTEND_MMA.unsupported_reason(layout, capability):
         return kernels._replace(extend_attention=None)
     if OUTPUTS.unsupported_reason(layout, capability) is None:
         return kernels._replace(extend_outputs=extend_outputs)

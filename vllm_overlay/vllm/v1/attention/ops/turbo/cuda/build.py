@@ -26,7 +26,7 @@ from vllm.v1.attention.ops.turbo.cuda.built import find_built, publish, replace_
 logger = init_logger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
-# Head sizes that the kernels support; decode_columns and extends support fewer.
+# Head sizes that the kernels support; decode_wgmma and extends support fewer.
 SUPPORTED_HEAD_SIZES = (64, 128, 256, 512)
 # The header of constants that sources include: see constants.py.
 HEADER_NAME = "turbo_constants.h"

@@ -4,7 +4,7 @@
 
 It computes the same as ``triton.decode``, but one persistent grid cuts the batch's
 tiles evenly among its warps, whatever the lengths. ``cuda.merge`` joins the partial
-results. On Hopper ``decode_columns`` serves some numbers of queries that would take
+results. On Hopper ``decode_wgmma`` serves some numbers of queries that would take
 several passes here.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import decode_columns
+from vllm.v1.attention.ops.turbo.cuda import decode_wgmma
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES, capability_of
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
@@ -116,7 +116,7 @@ def _served(
 ) -> Iterator[tuple[TurboFormat, int, Variant]]:
     capability, variant = demand.capability, demand.variant
     for num_queries in demand.numbers_of_queries(demand.max_query_len):
-        if not decode_columns.serves(layout, num_queries, capability, variant):
+        if not decode_wgmma.serves(layout, num_queries, capability, variant):
             queries = num_queries_at_once(layout.head_size, num_queries)
             yield layout, queries, variant
 
@@ -146,10 +146,10 @@ def rounds_queries(
 ) -> bool:
     """Whether the kernel rounds queries to int8, as ``reference.round_query`` does.
 
-    ``decode_columns`` uses them in fp16. The arguments are those of ``load``.
+    ``decode_wgmma`` uses them in fp16. The arguments are those of ``load``.
     """
     capability = capability_of(device)
-    return not decode_columns.serves(layout, num_queries, capability, variant)
+    return not decode_wgmma.serves(layout, num_queries, capability, variant)
 
 
 def load(
@@ -171,7 +171,7 @@ def load(
 
     """
     if not rounds_queries(layout, num_queries, device, variant):
-        return decode_columns.COLUMNS.load(layout, None, device, variant)
+        return decode_wgmma.DECODE_WGMMA.load(layout, None, device, variant)
     queries = num_queries_at_once(layout.head_size, num_queries)
     return DECODE.load(layout, queries, device, variant)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import decode, extend, extend_rows, merge
+from vllm.v1.attention.ops.turbo.cuda import decode, extend_mma, extend_wgmma, merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
@@ -29,11 +29,11 @@ class CudaKernels(NamedTuple):
     store: StoreFn = cuda_store.store
     decode_attention: AttentionFn = decode.decode_attention
     num_decode_splits: SplitsFn = decode.num_kv_splits
-    extend_attention: AttentionFn | None = extend.extend_attention
+    extend_attention: AttentionFn | None = extend_mma.extend_attention
     max_merged_tokens: int | None = merge.MAX_MERGED_TOKENS
     extend_outputs: OutputsFn | None = None
     merge_splits: MergeFn = merge.merge_splits
-    num_extend_splits: SplitsFn = extend.num_kv_splits
+    num_extend_splits: SplitsFn = extend_mma.num_kv_splits
 
     def block_sizes(self, block_size: int, head_size: int) -> list[int]:
         return [block_size]
@@ -45,7 +45,7 @@ class CudaKernels(NamedTuple):
         self, layout: TurboFormat, num_queries_per_kv: int, most: int
     ) -> list[int]:
         lens = {
-            extend_rows.plan_for(layout, num_queries_per_kv * n, True): n
+            extend_wgmma.plan_for(layout, num_queries_per_kv * n, True): n
             for n in range(1, most + 1)
         }
         return list(lens.values())
@@ -57,7 +57,7 @@ class CudaKernels(NamedTuple):
         num_sms: int,
         num_raw_tiles: int,
     ) -> TensorSpecs:
-        return extend_rows.output_scratch(layout, num_kv_heads, num_sms, num_raw_tiles)
+        return extend_wgmma.output_scratch(layout, num_kv_heads, num_sms, num_raw_tiles)
 
     def make_matrices(self, size: int, device: torch.device) -> None:
         cuda_store.make_matrices(size, device)

@@ -9,9 +9,9 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES, CudaModule
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
-from vllm.v1.attention.ops.turbo.cuda.decode_columns import COLUMNS
-from vllm.v1.attention.ops.turbo.cuda.extend import EXTEND
-from vllm.v1.attention.ops.turbo.cuda.extend_rows import OUTPUTS, ROWS
+from vllm.v1.attention.ops.turbo.cuda.decode_wgmma import DECODE_WGMMA
+from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
+from vllm.v1.attention.ops.turbo.cuda.extend_wgmma import EXTEND_WGMMA, OUTPUTS
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES, Demand, modules_for
 from vllm.v1.attention.ops.turbo.cuda.merge import MERGE
 from vllm.v1.attention.ops.turbo.cuda.store import STORE
@@ -19,7 +19,7 @@ from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import Variant
 
 # The kernels of layers with K and V.
-FAMILIES = (STORE, MERGE, DECODE, COLUMNS, EXTEND, ROWS, OUTPUTS)
+FAMILIES = (STORE, MERGE, DECODE, DECODE_WGMMA, EXTEND_MMA, EXTEND_WGMMA, OUTPUTS)
 # Scores of larger heads have no soft cap: see refusals.py.
 _MAX_CAPPED_HEAD_SIZE = 256
 # Query heads a KV head, and query tokens of decodes and extends, that together need
