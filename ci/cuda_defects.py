@@ -550,6 +550,8 @@ def main() -> int:
             return NOT_PLANTED
         # The first failure is enough, and each case may build other kernels.
         return run_test(defect, *(["--exitfirst"] if args.planted else []))
+    if unknown := sorted({*args.names} - {*DEFECTS}):
+        parser.error(f"no such defect: {', '.join(unknown)}; --help has their names")
     wrong = []
     names = args.names or of_this_gpu(DEFECTS)
     for name, statuses in look_for(names):

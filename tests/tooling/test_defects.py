@@ -113,3 +113,14 @@ def test_each_is_said_when_it_is_found(
     assert said == {f"{name} is caught" for name in names[1:]} | {
         f"{missed} is not caught: statuses (0, 0)"
     }
+
+
+def test_a_defect_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before anything is built."""
+    monkeypatch.setattr(cuda_defects, "run_apart", None)
+    monkeypatch.setattr(sys, "argv", ["cuda_defects.py", "merge-sinks", "no-such"])
+    with pytest.raises(SystemExit):
+        cuda_defects.main()
+    assert "no such defect: no-such;" in capsys.readouterr().err
