@@ -125,6 +125,18 @@ def extend_by_warps(*args: Any, **options: Any) -> None:
         extend_mma.extend_attention(*args, **options)
 
 
+EXTENDS = (extend_mma.extend_attention, extend_by_warps)
+
+
+def planted_defects(without_extends: bool) -> list[str]:
+    """Returns the names of planted defects, with those of extends or without them."""
+    names = of_this_gpu(SANITIZER_DEFECTS)
+    if not without_extends:
+        return names
+    sources = {x: each.source for x, each in SANITIZER_DEFECTS.items() if each}
+    return [x for x in names if not sources.get(x, "").startswith("extend_")]
+
+
 def batches(case: Case) -> dict[str, Batch]:
     """Returns the batches of a layout, by name; offsets span several segments."""
     decode, extend = cuda_decode.decode_attention, extend_mma.extend_attention
@@ -381,16 +393,19 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all presets and head sizes")
     parser.add_argument("--defect", choices=SANITIZER_DEFECTS, help="plant a defect")
     parser.add_argument("--defects", action="store_true", help="print their names")
+    parser.add_argument("--part", metavar="I/N", help="each Nth layout, from the Ith")
     parser.add_argument(
-        "--without-columns",
-        action="store_true",
-        help="decode many queries of a KV head in passes, not by columns",
+        "--without",
+        nargs="+",
+        default=[],
+        choices=["columns", "extends"],
+        help="decode many queries of a KV head in passes, not by columns; no extends",
     )
     args = parser.parse_args()
     if args.defects:
-        print(*of_this_gpu(SANITIZER_DEFECTS))
+        print(*planted_defects("extends" in args.without))
         return
-    if args.without_columns:
+    if "columns" in args.without:
         decode_wgmma.SERVED = range(0)
     torch.manual_seed(0)
     defect = SANITIZER_DEFECTS.get(args.defect)
@@ -405,9 +420,14 @@ def main() -> None:
         some = [(TurboFormat.from_cache_dtype(n, d), g) for n, d, g in SOME]
         cases += [Case(*case, has_offset=True) for case in some]
         cases += [Case(*case, has_offset=True, has_tail=True) for case in some]
+    if args.part:
+        part, _, count = args.part.partition("/")
+        cases = cases[int(part) - 1 :: int(count)]
     build(cases)
     for case in cases:
         for name, batch in batches(case).items():
+            if "extends" in args.without and batch.attend in EXTENDS:
+                continue
             if name in WATCHED.get(args.defect, [name]):
                 run(case, batch, args.defect)
         print(case, flush=True)

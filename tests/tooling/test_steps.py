@@ -261,8 +261,10 @@ SECTIONS = {
 }
 # Sections whose programs print, and get no file of $OUT.
 PRINTED = ("kernels", "sanitizer", "defects")
-# The tools that watch the kernels, side by side.
-SANITIZERS = ["initcheck", "memcheck", "racecheck", "synccheck"]
+# The tools that watch the kernels, side by side; racecheck in parts.
+SANITIZERS = ["initcheck", "memcheck", *4 * ["racecheck"], "synccheck"]
+# Small kernels without a race, and the kernels that are like them.
+RACE_FREE = {"sets": "columns", "ring": "extends"}
 
 
 def test_every_section(sections: Run, tmp_path: Path) -> None:
@@ -285,10 +287,10 @@ def test_every_section(sections: Run, tmp_path: Path) -> None:
         if section == "offload":
             assert "turbo4 turbo4_BLHNC turbo4_BHLNC" in calls.pop(0)
         if section == "sanitizer":
-            asked = "python ci/sanitize.py --defects"
-            assert calls.pop(0) == asked
-            assert calls.pop(0).startswith("nvcc ")
-            assert calls.pop(0).split()[2] == "racecheck"
+            for _ in RACE_FREE:
+                assert calls.pop(0).startswith("nvcc ")
+                assert calls.pop(0).split()[2] == "racecheck"
+            assert calls.pop(0) == "python ci/sanitize.py --defects"
             # They begin in any order.
             more = sorted(calls.pop(0) for _ in SANITIZERS)
             assert [each.split()[2] for each in more] == SANITIZERS
@@ -347,31 +349,58 @@ def test_parts_of_the_kernels_tests(sections: Run, tmp_path: Path) -> None:
     assert "--passed cuda/store triton/merge --commit 0123abc" in calls[-1]
 
 
-@pytest.mark.parametrize("errs", [False, True])
+@pytest.mark.parametrize("errs", [[], ["sets"], ["ring"], ["sets", "ring"]])
 @pytest.mark.parametrize("found", [9, 0])
 def test_sanitizer_finds_planted_defects(
-    sections: Run, tmp_path: Path, found: int, errs: bool
+    sections: Run, tmp_path: Path, found: int, errs: list[str]
 ) -> None:
     """A tool that misses a planted defect fails the section. A line has each status.
 
-    If racecheck reports hazards in a right kernel, it watches no kernel like that.
+    If racecheck reports hazards in a right kernel, it watches no kernel like that, and
+    is not to find defects there.
     """
     python, tool = tmp_path / "bin/python", tmp_path / "bin/compute-sanitizer"
-    python.write_text('#!/bin/sh\n[ "$2" != --defects ] || echo memcheck-past\n')
+    listed = tmp_path / "listed"
+    python.write_text(
+        '#!/bin/sh\n[ "$2" = --defects ] || exit 0\n'
+        f'echo memcheck-past\necho "$*" >{listed}\n'
+    )
+    reported = "".join(f"*/{x}*) exit 9 ;;\n" for x in errs)
     tool.write_text(
         '#!/bin/sh\ncase "$*" in *--defect*)\n  echo "==== ERROR SUMMARY: 1 error"\n'
-        f"  exit {found} ;;\n*/sets*) exit {9 if errs else 0} ;;\nesac\n"
+        f"  exit {found} ;;\n{reported}esac\n"
     )
     status, _, said = sections("sanitizer")
     assert status == (found != 9)
     lines = (tmp_path / "out/sanitizer.txt").read_text().splitlines()
+    assert all(x in said for x in lines)
+    for x, line in zip(RACE_FREE, lines):
+        verb = "reports hazards" if x in errs else "finds nothing"
+        assert line.startswith(f"racecheck {verb} in ci/racecheck_{x}.cu")
+    without = [RACE_FREE[x] for x in RACE_FREE if x in errs]
+    option = f" --without {' '.join(without)}" if errs else ""
+    assert listed.read_text() == f"ci/sanitize.py --defects{option}\n"
     planted = "memcheck --defect memcheck-past: ERROR SUMMARY: 1 error"
     assert f"{planted} (status {found}, to be 9)" in lines
-    assert len(lines) == 2 + len(SANITIZERS) and all(x in said for x in lines)
-    assert lines[0].startswith(f"racecheck {'reports' if errs else 'finds'}")
-    left_out = [x.split(":")[0] for x in lines if "--without-columns" in x]
-    assert left_out == (["racecheck --without-columns"] if errs else [])
-    assert sum(x.endswith("(status 0, to be 0)") for x in lines) == len(SANITIZERS)
+    assert len(lines) == len(RACE_FREE) + 1 + len(SANITIZERS)
+    parts = [f"racecheck{option} --part {i}/4" for i in (1, 2, 3, 4)]
+    watched = [x.split(":")[0] for x in lines if x.endswith("(status 0, to be 0)")]
+    others = [x for x in SANITIZERS if x != "racecheck"]
+    assert sorted(watched) == sorted([*others, *parts])
+
+
+def test_one_tool_of_the_sanitizer(sections: Run, tmp_path: Path) -> None:
+    """Other tools do not run, and their defects are not planted."""
+    python = tmp_path / "bin/python"
+    python.write_text(
+        '#!/bin/sh\n[ "$2" != --defects ] || echo memcheck-past initcheck-pages\n'
+    )
+    status, calls, _ = sections("sanitizer", "--", "memcheck", "--all", FAIL="past")
+    assert status == 1
+    watched = sorted(x.partition("--error-exitcode")[2] for x in calls)
+    command = f"9 --print-limit 10 {python} ci/sanitize.py"
+    assert watched == [f" {command} --all", f" {command} --defect memcheck-past"]
+    assert all(x.startswith("compute-sanitizer --tool memcheck") for x in calls)
 
 
 def test_ranks_that_share_a_context(sections: Run) -> None:
