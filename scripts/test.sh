@@ -93,8 +93,7 @@ kernels() {
   if without_gpu; then
     # CUDA's kernels, a few cases of them, on an emulated GPU.
     OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \
-      -n logical --dist loadfile --durations=5 \
-      vllm_overlay/tests/kernels/turbo/test_cuda_*.py
+      -n logical --dist loadfile --durations=5 vllm_overlay/tests/kernels/turbo
     # Every module that serving may ask for, on any GPU, is read by a compiler.
     OMP_NUM_THREADS=1 python -m pytest -q -n logical --dist worksteal tests/instances
   fi

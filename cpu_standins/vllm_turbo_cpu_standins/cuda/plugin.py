@@ -19,9 +19,14 @@ os.environ["TURBO_CUDA_EMULATION"] = "1"
 # whose tiles are shared by warps. Each module of kernels takes the compiler seconds, so
 # there are few.
 _SELECTED = re.compile(
-    r"""test_cuda_(
-    store\.py::test_bytes_equal_the_reference\[(1-bf16-128-turbo4|4-fp16-64-turbo3)\]
-    |store\.py::test_(partial_blocks\[(0|17)-4|rotated_query\[bf16-128)-turbo4\]
+    r"""test_(
+    store\.py::test_bytes_equal_the_reference\[cuda-(1-turbo4-128-bf|4-turbo3-64-fp)16\]
+    |store\.py::test_rotated_query\[cuda-turbo4-128-bf16\]
+    |latent_gather\.py::test_gather_equals.*\[cuda-turbo(4-576-bf|3-320-fp)16\]
+    |latent_store\.py::test_bytes_equal.*\[cuda-(1-turbo4-576-bf|4-turbo3-320-fp)16\]
+    )
+    |test_cuda_(
+    store\.py::test_partial_blocks\[(0|17)-cuda-4-turbo4\]
     |attention\.py::test_decodes\[raw-8-3-decode-turbo4-512\]
     |merge\.py::test_against_fp64\[\[64,.*-64-(2|8)-True-bf16-128\]
     |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
@@ -61,8 +66,6 @@ _SELECTED = re.compile(
     |features\.py::test_pairs\[stored-decode-turbo4-128-offset-window261\]
     |features\.py::test_scores_far_below_zero\[extend_mma\]
     |features\.py::test_pairs\[raw-extend_mma-turbo4-128-offset-sinks-window17\]
-    |latent_gather\.py::test_gather_equals.*\[(576-bf16-turbo4|320-fp16-turbo3)\]
-    |latent_store\.py::test_bytes_equal.*\[(1-bf16-576-turbo4|4-fp16-320-turbo3)\]
     |latent_decode\.py::test_plans\[64-
     |latent_decode\.py::test_query_tokens.*\[(8-slices|16-copying-slices)\]
     |latent_decode\.py::test_layouts\[40-warpgroups-dtype1-320\]

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from .attention_kernels import DECODES, kernels_and_layouts
 from .attention_utils import assert_within
 from .sequences import NUM_KV_HEADS, Features, Kernel, Sequences, raw_or_stored
-from .store_checks import check_bytes
+from .store_checks import CUDA, TRITON, check_bytes
 from .test_prefill import gather
 from .utils import (
     BF16,
@@ -25,22 +23,14 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
+    by_kernel,
     gaussian,
     random_pages,
-    requires_cuda,
     requires_nvidia,
     requires_triton,
     slots_of,
 )
 
-STORES = {"cuda": cuda_store.store, "triton": triton_store.store}
-stores = pytest.mark.parametrize(
-    "kernel",
-    [
-        pytest.param("cuda", marks=requires_cuda),
-        pytest.param("triton", marks=requires_triton),
-    ],
-)
 # Block sizes that vLLM aligns: a short one, Qwen3-Next's and Qwen3.5-397B's.
 BLOCK_SIZES = [528, 3952, 7872]
 # These models' head size, and one whose emulated kernels other tests also build.
@@ -86,7 +76,7 @@ def check(
     batch.compare(kernel, with_raw, batch.attend(kernel, with_raw))
 
 
-@stores
+@by_kernel("kernel", [(CUDA,), (TRITON,)])
 @layouts
 @block_sizes
 def test_store(kernel, layout, block_size):
@@ -95,7 +85,7 @@ def test_store(kernel, layout, block_size):
     slots = (torch.arange(3)[:, None] * block_size + offsets).flatten().to(DEVICE)
     shape = (len(slots), NUM_KV_HEADS, layout.head_size)
     key, value = (gaussian(*shape, dtype=BF16, seed=seed) for seed in (0, 1))
-    check_bytes(STORES[kernel], layout, key, value, slots, 3, block_size)
+    check_bytes(kernel, layout, key, value, slots, 3, block_size)
 
 
 @kernels_and_layouts(DECODES, LAYOUTS)

@@ -27,8 +27,15 @@ from .sequences import (
     layout_id,
     segments_of,
 )
-from .store_checks import random_slots
-from .utils import BF16, DEVICE, gaussian, layer_caches, model_dtypes, requires_cuda
+from .utils import (
+    BF16,
+    DEVICE,
+    gaussian,
+    layer_caches,
+    model_dtypes,
+    random_slots,
+    requires_cuda,
+)
 
 pytestmark = requires_cuda
 

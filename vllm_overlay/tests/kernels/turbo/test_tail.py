@@ -32,7 +32,6 @@ from vllm.v1.attention.ops.turbo.reference.tail import (
 )
 
 from .attention_utils import assert_by_2x_rule, attend_by, rotate_query
-from .store_checks import vectors
 from .utils import (
     BF16,
     CACHE_LAYOUTS,
@@ -48,6 +47,7 @@ from .utils import (
     packings,
     requires_triton,
     slots_of,
+    vectors,
 )
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2

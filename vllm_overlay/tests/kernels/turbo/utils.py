@@ -11,9 +11,9 @@ import __future__
 import ast
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -109,6 +109,38 @@ all_pages = pytest.mark.parametrize(
 )
 
 
+class KernelUnderTest(NamedTuple):
+    """A kernel that tests are parametrised by.
+
+    Attributes:
+        name: Its name in the ids of tests.
+        launch: The function that launches it.
+        marks: Marks of its tests.
+        num_tokens: Number of tokens for tests of many. An interpreter takes seconds.
+
+    """
+
+    name: str
+    launch: Callable[..., None]
+    marks: tuple[pytest.MarkDecorator, ...]
+    num_tokens: int = 0
+
+
+def case_id(value: Any) -> str | None:
+    """The part of a test's id for a dtype, a layout or a kernel; None for others."""
+    if isinstance(value, torch.dtype):
+        return {BF16: "bf16", FP16: "fp16", torch.float32: "fp32"}[value]
+    if hasattr(value, "head_size"):
+        return f"{value.name}-{value.head_size}"
+    return getattr(value, "name", None)
+
+
+def by_kernel(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Parametrise a test by a kernel and further values, with the kernel's marks."""
+    marked = [pytest.param(*case, marks=case[0].marks) for case in cases]
+    return pytest.mark.parametrize(names, marked, ids=case_id)
+
+
 def function_of(path: Path, name: str, **scope: Any) -> Callable[..., Any]:
     """A function of a module that cannot be imported, compiled from the source.
 
@@ -133,6 +165,31 @@ def gaussian(
     """Standard normal numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(device=DEVICE, dtype=dtype)
+
+
+def vectors(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Gaussian vectors from tiny to huge, with NaN, Inf, zeros and denormal numbers."""
+    x = gaussian(*shape, dtype=torch.float32, seed=seed)
+    magnitude = torch.logspace(-7, 4, shape[0], device=DEVICE)
+    x = (x * magnitude[:, None, None]).to(dtype)
+    x[1] = 0
+    x[2] = 1
+    x[3] = 0
+    x[3, :, 3] = -1  # one spike
+    x[4, :, 7] = math.nan
+    x[5, 0] = math.nan
+    x[6, 0, 1] = math.inf
+    x[7, -1, 5] = -math.inf
+    x[8] = torch.finfo(dtype).max
+    x[9] = x[9].sign() * torch.finfo(dtype).smallest_normal / 16
+    x[10] *= 1e30
+    x[11] *= 1e-30
+    return x
+
+
+def random_slots(num_tokens: int, num_slots: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_slots, generator=generator)[:num_tokens].to(DEVICE)
 
 
 def random_bytes(*shape: int, below: int = 256, seed: int = 0) -> torch.Tensor:
