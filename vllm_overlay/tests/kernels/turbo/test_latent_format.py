@@ -10,6 +10,7 @@ vectors are stored as change only if the encoder finds better codes.
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ from .test_format import (
     scale_by_contract,
 )
 from .test_golden import digest, pseudo_random
+from .test_reference import check_bytes_touched
 from .utils import DEVICE, ON_GPU, gaussian
 
 FILE = Path(__file__).with_name("latent_golden.json")
@@ -177,17 +179,13 @@ def test_store_touches_its_bytes_only(name, head_size):
     cache = latent_cache(layout, 4, 32)
     kv_c, k_pe = latent_vectors(layout, 6)
     slots = torch.tensor([3 * 32 + 17, 0, -1, 3 * 32 + 15], device=DEVICE)
-    reference.store(LatentStoreCall(cache, slots, kv_c, k_pe, layout))
-    untouched = torch.ones(4, 32 * layout.slot_size, dtype=torch.bool)
+    touched = torch.zeros(4, 32 * layout.slot_size, dtype=torch.bool)
     rows = reference.latent_addresses(layout)
     for block, token in ((3, 17), (0, 0), (3, 15)):
-        untouched[block, token // 16 * layout.tile_bytes + rows[token % 16]] = False
-    assert (~untouched).sum() == 3 * layout.slot_size
-    assert (cache.flatten(1).cpu()[untouched] == 0xFF).all()
-    # Every other byte was written, as a page of zeros shows.
-    cache.fill_(0)
-    reference.store(LatentStoreCall(cache, slots, kv_c, k_pe, layout))
-    assert (cache.flatten(1).cpu()[untouched] == 0).all()
+        touched[block, token // 16 * layout.tile_bytes + rows[token % 16]] = True
+    assert touched.sum() == 3 * layout.slot_size
+    call = LatentStoreCall(cache, slots, kv_c, k_pe, layout)
+    check_bytes_touched(partial(reference.store, call), cache.flatten(1), touched)
     loaded = reference.load(cache, slots[[0, 1, 3]], layout)
     error = (inverse_rotate(loaded[0]) - kv_c[[0, 1, 3]].float()).norm(dim=-1)
     assert (error <= 0.2 * kv_c[[0, 1, 3]].float().norm(dim=-1)).all()
