@@ -272,7 +272,8 @@ def pages(worker: Any) -> dict[str, tuple[int, bool]]:
 def key_offsets(worker: Any) -> list[list[float]]:
     """Returns each layer's offset of K for the last segment of RoPE's positions."""
     model = worker.model_runner.get_model()
-    tables = [layer.impl.runner.key_offset for layer, _ in key_bias.turbo_layers(model)]
+    runners = [layer.impl.runner for layer, _ in key_bias.turbo_layers(model)]
+    tables = [runner.scoring.key_offset for runner in runners]
     return [table[-1].flatten().tolist() for table in tables if table is not None]
 
 

@@ -220,7 +220,7 @@ def make_impl(
     )
     with set_current_vllm_config(config):
         impl = TurboAttentionImpl(**(defaults | arguments))
-    impl.runner.key_offset = key_offset
+    impl.runner.set_key_offset(key_offset)
     if path is not None:
         set_path(impl, path)
     return impl
@@ -287,8 +287,7 @@ def rounds_queries(runner: TurboRunner, query_lens: list[int]) -> bool:
 
 def variant_of(runner: TurboRunner) -> interface.Variant:
     """The layer's variant, without its tail."""
-    has_cap = runner.logits_soft_cap is not None
-    return interface.Variant(runner.key_offset is not None, soft_cap=has_cap)
+    return runner.scoring.variant()
 
 
 def run_profile(impl: AttentionImpl) -> torch.Tensor:

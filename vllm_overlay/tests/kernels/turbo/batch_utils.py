@@ -225,15 +225,14 @@ class Batch:
     def check_fails_without(
         self, impl: TurboAttentionImpl, output: torch.Tensor, rule: str
     ) -> None:
-        """Check that the check tells a rule for scores, an attribute of the runner, or
-        the ranges.
-        """
+        """Check that the check tells a rule, a field of ``Scoring``, or the ranges."""
         with pytest.MonkeyPatch.context() as patch:
             ranges = self.common.mm_req_doc_ranges
             if rule == "ranges":
                 ranges = None
             else:
-                patch.setattr(impl.runner, rule, None)
+                without = impl.runner.scoring._replace(**{rule: None})
+                patch.setattr(impl.runner, "scoring", without)
             with pytest.raises(AssertionError, match="allowed"):
                 self.check(impl, output, ranges)
 
@@ -252,7 +251,8 @@ class Batch:
         large scores: a softmax does not depend on it. With sinks it does, and the
         offset stays.
         """
-        offset = impl.runner.key_offset
+        scoring = impl.runner.scoring
+        offset = scoring.key_offset
         without = torch.zeros(1) if offset is None else offset[0]
         lens = [num_queries for num_queries, _ in self.requests]
         longer = (i for i, n in enumerate(lens) if n > impl.runner.max_query_len)
@@ -261,11 +261,11 @@ class Batch:
         num_rotated = 0 if impl.runner.kernels is None else num_decodes
         begin = 0
         options: dict[str, Any] = {
-            "sliding_window": impl.runner.sliding_window,
-            "logits_soft_cap": impl.runner.logits_soft_cap,
+            "sliding_window": scoring.sliding_window,
+            "logits_soft_cap": scoring.soft_cap,
         }
-        if impl.runner.sinks is not None:
-            options["sinks"] = impl.runner.sinks
+        if scoring.sinks is not None:
+            options["sinks"] = scoring.sinks
             without = torch.zeros_like(without)
         for row, (num_queries, context) in enumerate(self.requests):
             part = slice(begin, begin + num_queries)
@@ -330,8 +330,9 @@ def check_requests(
     """
     batch = Batch.make(impl, requests)
     batch.common.mm_req_doc_ranges = ranges
-    if impl.runner.sliding_window is not None:
-        batch.free_hidden_blocks(impl.runner.sliding_window)
+    window = impl.runner.scoring.sliding_window
+    if window is not None:
+        batch.free_hidden_blocks(window)
     metadata = batch.build(config, impl)
     output = batch.serve(impl, metadata)
     if rule is not None:

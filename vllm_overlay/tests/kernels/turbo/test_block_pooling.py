@@ -152,13 +152,13 @@ def test_limits_are_the_layers(folder):
     config = make_vllm_config(folder)
     requests = config.model_config.max_model_len
     runner = make_layer(config, requests + 1).impl.runner
-    assert runner.sliding_window == requests + 1
+    assert runner.scoring.sliding_window == requests + 1
     step = config.scheduler_config.max_num_batched_tokens
     assert runner.max_num_tokens == POOL * step
     assert runner.max_query_len == POOL
     config.compilation_config.static_forward_context.clear()
     layer = make_layer(config, POOL * requests)
-    assert layer.impl.runner.sliding_window is None
+    assert layer.impl.runner.scoring.sliding_window is None
     # The runner reorders requests by the requests' tokens.
     assert make_builder(config, layer).reorder_batch_threshold == 1
 

@@ -179,7 +179,7 @@ def test_a_bias_of_k_is_waited_for(slow, monkeypatch, folder):
     config.model_config.hf_text_config.model_type = "qwen2"
     impl = make_impl(monkeypatch, config)
     assert slow.asked == []
-    impl.runner.key_offset = torch.zeros(1)
+    impl.runner.set_key_offset(torch.zeros(1))
     impl.process_weights_after_loading(torch.bfloat16)
     slow.wait_for_begin()
     slow.may_end.set()

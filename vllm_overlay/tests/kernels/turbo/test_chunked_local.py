@@ -73,10 +73,10 @@ def check_chunks(impl: TurboAttentionImpl, batch: Batch, output: torch.Tensor) -
         key, value = load_context(batch.cache, batch.table[row], length, runner.layout)
         own = slice(begin, begin + num_queries)
         shift = torch.zeros_like(key)
-        if runner.key_offset is not None:
+        table = runner.scoring.key_offset
+        if table is not None:
             # A chunk is a sequence of its own for the layer.
             segments = torch.arange(length) % CHUNK // interface.OFFSET_SEGMENT
-            table = runner.key_offset
             shift = table[segments.clamp(max=len(table) - 1)].to(key)
         key += shift
         if not runner.stored:

@@ -146,7 +146,7 @@ def test_layers_beside_one_with_an_offset_merge(folder):
         register(config, layer.impl, f"layers.{i}.attn")
     runners = [layer.runner for layer in layers]
     assert all(runner.planner.extends_to_outputs for runner in runners)
-    runners[0].key_offset = gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE)
+    runners[0].set_key_offset(gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE))
     assert not runners[0].planner.extends_to_outputs
     spec = cache_spec(LAYOUT, NUM_KV_HEADS, BLOCK_SIZE)
     names = ["layers.0.attn", "layers.1.attn"]

@@ -113,7 +113,7 @@ def test_offset_of_keys(folder, monkeypatch):
     monkeypatch.setattr(interface, "OFFSET_SEGMENT", 2048)
     layer = Layer.make(folder)
     offset = gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE)
-    layer.runner.key_offset = offset
+    layer.runner.set_key_offset(offset)
     set_path(layer.impl, "cuda")
     layer.check([(1, 31), (33, 40), (2, 33)])
 

@@ -124,7 +124,7 @@ def other_backend_reasons() -> Iterator[str]:
 def update_alone(config: VllmConfig) -> None:
     """Have a layer with an offset of K store tokens that are not the step's."""
     impl = make_impl(config)
-    impl.runner.key_offset = torch.ones(1, 1, 64)
+    impl.runner.set_key_offset(torch.ones(1, 1, 64))
     impl.do_kv_cache_update(None, *[torch.zeros(1, 1, 64)] * 4)
 
 

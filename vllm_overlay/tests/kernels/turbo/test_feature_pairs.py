@@ -246,13 +246,14 @@ def test_case(folder, case, path, monkeypatch):
     is_common = runner.stored and seen <= interface.OFFSET_SEGMENT
     for name, has_it in (
         ("sinks", case["sinks"]),
-        ("logits_soft_cap", case["soft cap"]),
+        ("soft_cap", case["soft cap"]),
         ("key_offset", case["key offset"] and not is_common),
         ("sliding_window", case["sees"] == "window"),
     ):
         if has_it:
             with monkeypatch.context() as patch:
-                patch.setattr(runner, name, None)
+                without = runner.scoring._replace(**{name: None})
+                patch.setattr(runner, "scoring", without)
                 with pytest.raises(AssertionError, match="allowed"):
                     layer.check(output)
     with monkeypatch.context() as patch:

@@ -171,7 +171,7 @@ class MarlinFP8Kernel:
 
 def set_offsets(*modules: SelfAttention) -> list[torch.Tensor | None]:
     key_bias.set_key_offsets(nn.ModuleList(modules))
-    return [module.attn.impl.runner.key_offset for module in modules]
+    return [module.attn.impl.runner.scoring.key_offset for module in modules]
 
 
 def make_rotary(config: VllmConfig) -> nn.Module:
@@ -220,7 +220,8 @@ def test_layers_with_a_soft_cap_have_none(config, log):
     sharing = make_module(config, bias=False)
     sharing.attn.kv_sharing_target_layer_name = target.attn.layer_name
     for module in (capped, sharing):
-        module.attn.impl.runner.logits_soft_cap = 50.0
+        runner = module.attn.impl.runner
+        runner.scoring = runner.scoring._replace(soft_cap=50.0)
     for module in (capped, target, other):
         set_norm(module, 600)
     modules = capped, target, sharing, other

@@ -72,7 +72,7 @@ def batch_with_offset(impl, requests: list[tuple[int, int]]) -> Batch:
     """A batch whose new keys have the layer's offset; cached keys lack it."""
     batch = Batch.make(impl, requests)
     places = [context + i for queries, context in requests for i in range(queries)]
-    table = impl.runner.key_offset
+    table = impl.runner.scoring.key_offset
     segments = (torch.tensor(places) // SEGMENT).clamp(max=len(table) - 1)
     batch.key[: len(places)] += table[segments].to(batch.key.dtype)
     return batch

@@ -156,7 +156,7 @@ def test_layers_whose_rotation_is_not_known_have_no_offset(rank_config, log):
     load_biases(module.qkv_proj)
     model = nn.ModuleList([module, transformers_model("llama").rotary_emb])
     key_bias.set_key_offsets(model)
-    assert module.attn.impl.runner.key_offset is None
+    assert module.attn.impl.runner.scoring.key_offset is None
     number = module.attn.layer_name.split(".")[2]
     (line,) = log.warnings
     assert f"layers {number}," in line and "LlamaRotaryEmbedding" in line

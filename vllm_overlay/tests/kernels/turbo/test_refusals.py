@@ -138,7 +138,7 @@ def test_window_that_never_binds(config):
     assert "turbo" in select(has_sliding_window=True)
     for window, binds in ((2047, True), (2048, False), (4096, False)):
         impl = make_impl(config, sliding_window=window)
-        assert impl.runner.sliding_window == (window if binds else None)
+        assert impl.runner.scoring.sliding_window == (window if binds else None)
 
 
 def test_window_of_a_drafter(config):
@@ -147,8 +147,9 @@ def test_window_of_a_drafter(config):
     target = copy(config.model_config)
     target.max_model_len = 4096
     drafting.speculative_config.target_model_config = target
-    assert make_impl(drafting, sliding_window=4095).runner.sliding_window == 4095
-    assert make_impl(drafting, sliding_window=4096).runner.sliding_window is None
+    for window, served in ((4095, 4095), (4096, None)):
+        impl = make_impl(drafting, sliding_window=window)
+        assert impl.runner.scoring.sliding_window == served
 
 
 def test_window_is_packed(config):

@@ -75,7 +75,7 @@ def check(
     config: VllmConfig, requests: list[tuple[int, int]], window: int, path: str
 ) -> None:
     impl = make_impl(config, sliding_window=window, path=path)
-    assert impl.runner.sliding_window == window
+    assert impl.runner.scoring.sliding_window == window
     check_requests(config, impl, requests)
 
 

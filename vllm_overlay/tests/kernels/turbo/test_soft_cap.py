@@ -66,12 +66,12 @@ def check(
     if impl.runner.shares_cache:
         tokens = batch.common.slot_mapping, batch.key, batch.value
         reference.store(StoreCall(batch.cache, *tokens, impl.runner.layout))
-    batch.query *= CAPS[impl.runner.logits_soft_cap]
+    batch.query *= CAPS[impl.runner.scoring.soft_cap]
     batch.common.mm_req_doc_ranges = ranges
     builder = make_builder(config, impl)
     builder.unclamped_window = None
     output = batch.serve(impl, builder.build(0, batch.common))
-    batch.check_fails_without(impl, output, "logits_soft_cap")
+    batch.check_fails_without(impl, output, "soft_cap")
 
 
 @cases(
@@ -141,7 +141,7 @@ def test_shared_cache(folder, window, path):
 def test_argument_of_layers(folder, cap, served):
     """Models pass zero for no cap."""
     impl = make_impl(make_vllm_config(folder), logits_soft_cap=cap)
-    assert impl.runner.logits_soft_cap == served
+    assert impl.runner.scoring.soft_cap == served
 
 
 @requires_triton

@@ -81,7 +81,7 @@ def test_layers_with_an_offset_of_k_are_counted(monkeypatch, folder):
     impls = [make_impl(folder, 2, 128) for _ in range(3)]
     assert "offset" not in describe_cache(impls)
     for impl in impls[1:]:
-        impl.runner.key_offset = torch.ones(1, 2, 128)
+        impl.runner.set_key_offset(torch.ones(1, 2, 128))
     line = describe_cache(impls)
     assert re.search(r"raw K and V; K offset: 2 of 3 layers \([0-9a-f]{8}\)\.$", line)
 
@@ -90,7 +90,8 @@ def test_the_line_names_soft_caps(monkeypatch, folder):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
     impls = [make_impl(folder, 2, 128) for _ in range(3)]
     for impl in impls[1:]:
-        impl.runner.logits_soft_cap = 50.0
+        runner = impl.runner
+        runner.scoring = runner.scoring._replace(soft_cap=50.0)
     line = describe_cache(impls)
     assert "(layers: 1, KV heads: 2, head size: 128; PyTorch" in line
     assert "(layers: 2, KV heads: 2, head size: 128, soft cap: 50; PyTorch" in line

@@ -112,7 +112,7 @@ def serving_module(config: VllmConfig) -> tuple[SelfAttention, WeightUpdates]:
 
 
 def table_of(module: SelfAttention) -> torch.Tensor:
-    table = module.attn.impl.runner.key_offset
+    table = module.attn.impl.runner.scoring.key_offset
     assert table is not None
     return table
 
@@ -326,7 +326,7 @@ def test_a_new_bias_gets_a_warning(config: VllmConfig, log):
     updates = WeightUpdates(config)
     set_norm(module, 300)
     updates.before_step(step({"a": 0}))
-    assert module.attn.impl.runner.key_offset is None
+    assert module.attn.impl.runner.scoring.key_offset is None
     number = module.attn.layer_name.split(".")[2]
     (line,) = log.warnings
     assert line.endswith(f"--kv-cache-dtype-skip-layers {number}")

@@ -273,7 +273,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 runner.layout,
                 runner.tail_wanted,
                 runner.max_query_len,
-                runner.sliding_window,
+                runner.scoring.sliding_window,
             )
         return self.tail
 
@@ -352,7 +352,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
 
         """
         offset = None
-        if self.runner.key_offset is not None:
+        if self.runner.scoring.key_offset is not None:
             step = None
             if is_forward_context_available():
                 step = get_forward_context().attn_metadata
@@ -365,7 +365,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 raise NotImplementedError(
                     refusals.refusal(self.kv_cache_dtype, [reasons.FOREIGN_TOKENS])
                 )
-            offset = step.key_offset(self.runner.key_offset)
+            offset = step.key_offset(self.runner.scoring.key_offset)
         kernels = self.runner.kernels
         store = reference.store if kernels is None else kernels.store
         layout = self.runner.layout

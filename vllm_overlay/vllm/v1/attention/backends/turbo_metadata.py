@@ -86,7 +86,9 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         share_caches(vllm_config)
         runners = [layer.impl.runner for layer in layers]
         # Layers of a shape share a plan.
-        with_offset = {x.context_shape for x in runners if x.key_offset is not None}
+        with_offset = {
+            x.context_shape for x in runners if x.scoring.key_offset is not None
+        }
         for runner in runners:
             runner.is_beside_offset = runner.context_shape in with_offset
         # One runner of each shape, because layers of a shape have the same kernels.
@@ -113,9 +115,9 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
         # Other layers clamp spans to their sliding window. So does a drafter, whose
         # layers are in a group with the layers whose caches they read.
         unclamped = (
-            layer.impl.runner.sliding_window
+            layer.impl.runner.scoring.sliding_window
             for layer in layers
-            if layer.impl.runner.sliding_window is not None
+            if layer.impl.runner.scoring.sliding_window is not None
             and not layer.is_draft_layer
             and not getattr(layer, "mm_prefix_clamp_sliding_window", False)
         )

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.interface import Scoring
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 
@@ -65,11 +66,13 @@ def turbo_layers(model: nn.Module) -> Iterator[tuple[Attention, nn.Module]]:
 class OffsetRunner(Protocol):
     """The part of a layer's ``TurboRunner`` that concerns an offset of K."""
 
-    logits_soft_cap: float | None
     context_parallel: ContextParallel | None
     key_bias: "KeyBias | None"
-    key_offset: torch.Tensor | None
     key_offset_replicas: int
+    scoring: Scoring
+
+    def set_key_offset(self, offset: torch.Tensor | None) -> None:
+        """Take an offset off K before it is stored."""
 
 
 class _HasRunner(Protocol):
@@ -170,7 +173,7 @@ class KeyBias:
     @property
     def table(self) -> torch.Tensor | None:
         """The offset, (G, num_kv_heads, head_size) fp32; None if there is none."""
-        return _runner(self.layer).key_offset
+        return _runner(self.layer).scoring.key_offset
 
     def read(self) -> torch.Tensor | None:
         """The layer's current bias, (num_kv_heads, head_size); None if not found."""
@@ -247,7 +250,7 @@ def set_key_offsets(model: nn.Module) -> None:
 
     """
     layers = {layer.layer_name: layer for layer, _ in turbo_layers(model)}
-    capped = [x for x in layers.values() if _runner(x).logits_soft_cap is not None]
+    capped = [x for x in layers.values() if _runner(x).scoring.soft_cap is not None]
     without = {x.layer_name for x in capped}
     without |= {x.kv_sharing_target_layer_name or "" for x in capped}
     means: dict[nn.Module | None, key_offset.Rotary | None] = {None: None}
@@ -282,7 +285,7 @@ def set_key_offsets(model: nn.Module) -> None:
         layer.register_buffer(
             key_offset.BUFFER, offset.to(bias.device), persistent=False
         )
-        runner.key_offset = getattr(layer, key_offset.BUFFER)
+        runner.set_key_offset(getattr(layer, key_offset.BUFFER))
         replicas = getattr(found[0], "num_kv_head_replicas", 1)
         runner.key_offset_replicas = replicas
     if unknown:
@@ -292,7 +295,7 @@ def set_key_offsets(model: nn.Module) -> None:
     for layer in layers.values():
         target = layers.get(layer.kv_sharing_target_layer_name or "")
         if target is not None:
-            _runner(layer).key_offset = _runner(target).key_offset
+            _runner(layer).set_key_offset(_runner(target).scoring.key_offset)
 
 
 def _number(layer_name: str) -> str:

@@ -50,6 +50,7 @@ def forward(
 
     """
     _store_and_decode(runner, query, key, value, kv_cache, step, output, tail)
+    window = runner.scoring.sliding_window
     for first, plan in step.prefills(key is None):
         rows = slice(first, first + int(plan.query_start_loc_cpu[-1]))
         call = PrefillCall(
@@ -60,13 +61,13 @@ def forward(
             runner.layout,
             runner.scoring,
             runner.scratch.take_for_prefill(
-                plan.max_buffered_tokens(runner.sliding_window), query.device
+                plan.max_buffered_tokens(window), query.device
             ),
             output[rows],
             runner.capped_flash_attn,
             runner.context_parallel,
         )
-        spans = plan.spans if step.sees_spans(runner.sliding_window) else None
+        spans = plan.spans if step.sees_spans(window) else None
         prefill_attention(call, plan, spans)
 
 
@@ -84,7 +85,8 @@ def _store_and_decode(
 
     No token is stored if the layer reads another's cache.
     """
-    kernels, plan = runner.kernels, step.decode_plans[runner.context_shape]
+    kernels, scoring = runner.kernels, runner.scoring
+    plan = step.decode_plans[runner.context_shape]
     assert kernels is not None
     scratch = step.decode_scratch.get(runner.context_shape)
     if scratch is None:
@@ -103,18 +105,17 @@ def _store_and_decode(
             key,
             value,
             runner.layout,
-            key_offset=step.key_offset(runner.key_offset),
+            key_offset=step.key_offset(scoring.key_offset),
             tail=None if tail is None else step.tail_update(tail),
         )
     kernels.store(
-        stored._replace(query=queries, rotated_query=rotated_query, scale=runner.scale)
+        stored._replace(query=queries, rotated_query=rotated_query, scale=scoring.scale)
     )
-    scoring = runner.scoring
     for call in plan.calls:
         own = call.tokens
         raw = None
         if key is not None and value is not None and not runner.stored:
-            raw = RawTokens(query[own], key[own], value[own], runner.scale)
+            raw = RawTokens(query[own], key[own], value[own], scoring.scale)
             if call.attends_before:
                 assert scratch.raw is not None
                 raw = attend_to_raw_tokens(
@@ -122,7 +123,7 @@ def _store_and_decode(
                     call.batch,
                     scratch.raw,
                     runner.capped_flash_attn,
-                    runner.sliding_window,
+                    scoring.sliding_window,
                 )
         attention = AttentionCall(
             kv_cache,

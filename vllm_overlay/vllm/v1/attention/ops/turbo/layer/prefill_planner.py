@@ -28,18 +28,18 @@ def prefill_planner(
         return None
     # The cache spec does not tell: without the hybrid cache manager layers with and
     # without a window are in the same group.
-    full = [runner for runner in runners if runner.sliding_window is None]
+    full = [runner for runner in runners if runner.scoring.sliding_window is None]
     limits = None
     if full:
         limits = prefill_limits(
             max((runner.context_shape for runner in full), key=lambda x: x.num_heads),
             stored,
-            any(runner.key_offset is not None for runner in full),
+            any(runner.scoring.key_offset is not None for runner in full),
         )
     window_tokens = {
-        runner.sliding_window: runner.prefill_limits.piece_tokens
+        runner.scoring.sliding_window: runner.prefill_limits.piece_tokens
         for runner in runners
-        if runner.sliding_window is not None
+        if runner.scoring.sliding_window is not None
     }
     shared = runners[0].context_parallel
     local_lens = None if shared is None else shared.local_lens

@@ -67,8 +67,9 @@ class TurboRunner:
 
     Attributes:
         shape: Heads, head size and dtype.
-        scale: Softmax scale.
         layout: The cache's format.
+        scoring: How the layer scores keys; ``set_key_offset`` replaces the offset.
+            Loading weights sets the sinks' numbers in place.
         stored: Whether query tokens are also read from the cache.
         all_stored: Whether layers that store also read query tokens from the cache.
         kernel_choice: ``attention_config.turbo_kernel``.
@@ -84,16 +85,7 @@ class TurboRunner:
         prefill_limits: The bounds of a prefill's scratch.
         flash_attn: FlashAttention's varlen function, or the function in its place; None
             on a CPU.
-        sliding_window: The most tokens that a query token sees, itself included; None
-            for all before it.
-        sinks: (Hq,), a logit of each query head that joins the softmax and has no
-            value. Loading weights sets its numbers. None for none.
-        logits_soft_cap: The cap that bounds scores by a tanh; None for none.
         tail_wanted: The most tokens of a tail; zero for none.
-        key_offset: (G, H, D) fp32, the offset by segments of a sequence that is taken
-            off K before it is stored. It is set when weights have been loaded, and its
-            address does not change. None for none, as with a soft cap, because it
-            cannot be added back to capped scores.
         key_bias: The bias from which the offset follows; None without a bias.
         key_offset_replicas: Consecutive tensor parallel ranks with the same heads.
         is_beside_offset: Whether a layer that shares the plan has an offset.
@@ -138,12 +130,8 @@ class TurboRunner:
             # Gemma 4's larger heads see no spans.
             and shape.head_size <= FLASH_ATTN_MAX_HEAD_SIZE
         )
-        self.prefill_limits = self._prefill_limits(scoring.sliding_window)
-        self.scale = scoring.scale
-        self.sliding_window = scoring.sliding_window
-        self.sinks = scoring.sinks
-        self.logits_soft_cap = scoring.soft_cap
-        self.key_offset = scoring.key_offset
+        self.scoring = scoring
+        self.prefill_limits = self._prefill_limits()
         self.key_bias: KeyBias | None = None
         self.key_offset_replicas = 1
         self.is_beside_offset = False
@@ -163,24 +151,29 @@ class TurboRunner:
             return
         self.shares_cache = self.stored = True
         self.tail_wanted = 0
-        self.prefill_limits = self._prefill_limits(self.sliding_window)
+        self.prefill_limits = self._prefill_limits()
 
-    def _prefill_limits(self, sliding_window: int | None) -> PrefillLimits:
-        limits = prefill_limits(
-            self.context_shape, self.stored, sliding_window=sliding_window
-        )
+    def _prefill_limits(self) -> PrefillLimits:
+        window = self.scoring.sliding_window
+        limits = prefill_limits(self.context_shape, self.stored, sliding_window=window)
         if not (self.stored and self.has_spans):
             return limits
         # A step has whole spans, and each is read from the cache at once.
         piece_tokens = max(limits.piece_tokens, self.max_num_tokens)
         return limits._replace(piece_tokens=piece_tokens)
 
-    @property
-    def scoring(self) -> Scoring:
-        """How the layer scores keys, with the values that loading weights has set."""
-        cap, offset = self.logits_soft_cap, self.key_offset
-        assert cap is None or offset is None, "capped scores with an offset"
-        return Scoring(self.scale, self.sliding_window, self.sinks, cap, offset)
+    def set_key_offset(self, offset: torch.Tensor | None) -> None:
+        """Take an offset off K before it is stored; None for none.
+
+        Args:
+            offset: See ``Scoring.key_offset``. It is set when weights have been loaded,
+                before the kernels are chosen. Later weights change its numbers in
+                place, because CUDA graphs read it at this address.
+
+        """
+        has_cap = self.scoring.soft_cap is not None
+        assert offset is None or not has_cap, "capped scores with an offset"
+        self.scoring = self.scoring._replace(key_offset=offset)
 
     @property
     def _kernel_arguments(self) -> tuple[int, int, Variant]:
@@ -244,7 +237,7 @@ class TurboRunner:
         """
         if self.kernels is None or self.kernels.extend_outputs is None:
             return False
-        has_offset = self.key_offset is not None or self.is_beside_offset
+        has_offset = self.scoring.key_offset is not None or self.is_beside_offset
         return self.context_parallel is None and not has_offset
 
     @property
@@ -280,9 +273,9 @@ class TurboRunner:
     def capped_flash_attn(self) -> Callable[..., Any]:
         """FlashAttention's varlen function, with the soft cap of logits bound."""
         assert self.flash_attn is not None
-        if self.logits_soft_cap is None:
+        if self.scoring.soft_cap is None:
             return self.flash_attn
-        return partial(self.flash_attn, softcap=self.logits_soft_cap)
+        return partial(self.flash_attn, softcap=self.scoring.soft_cap)
 
     def alone(self) -> AbstractContextManager[None]:
         """A context in which kernels run without waiting for other ranks."""

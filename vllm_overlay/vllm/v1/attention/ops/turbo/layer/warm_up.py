@@ -94,11 +94,12 @@ def small_step(
     table = table.view(-1, width)
     limits = runner.prefill_limits
     window_tokens = {}
-    if runner.sliding_window is not None:
-        window_tokens[runner.sliding_window] = limits.piece_tokens
+    window = runner.scoring.sliding_window
+    if window is not None:
+        window_tokens[window] = limits.piece_tokens
     limits = limits._replace(
         piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT),
-        has_key_offset=runner.key_offset is not None,
+        has_key_offset=runner.scoring.key_offset is not None,
     )
     ranges = {}
     if runner.has_spans:
@@ -168,7 +169,8 @@ def small_tails(
     """
     if runner.tail_wanted == 0:
         return [None]
-    tail_format = TailFormat(runner.layout, block_size, runner.sliding_window)
+    window = runner.scoring.sliding_window
+    tail_format = TailFormat(runner.layout, block_size, window)
     num_seqs = step.query_start_loc.shape[0] - 1
     slot = (runner.shape.num_kv_heads, block_size, runner.layout.slot_size)
     tail = Tail(
@@ -191,9 +193,10 @@ def _run_store(
     num_heads = runner.context_shape.num_heads
     query = torch.zeros(0, num_heads, shape.head_size, dtype=shape.dtype, device=device)
     offset = None
-    if runner.key_offset is not None:
+    scoring = runner.scoring
+    if scoring.key_offset is not None:
         bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-        offset = KeyOffset(runner.key_offset, bounds[1:], bounds)
+        offset = KeyOffset(scoring.key_offset, bounds[1:], bounds)
     rotated = RotatedQuery(
         query.view(torch.float16), torch.empty(0, num_heads, device=device)
     )
@@ -207,7 +210,7 @@ def _run_store(
             runner.layout,
             query,
             rotated,
-            runner.scale,
+            scoring.scale,
             offset,
         )
     )
@@ -258,11 +261,9 @@ def warm_up(runner: TurboRunner, device: torch.device) -> None:
         runner.shares_cache,
         runner.has_spans,
         runner.kernel_choice,
-        runner.key_offset is not None,
+        *(value is not None for value in runner.scoring),
+        runner.scoring.sliding_window,
         runner.tail_wanted > 0,
-        runner.sliding_window,
-        runner.sinks is not None,
-        runner.logits_soft_cap is not None,
         runner.max_query_len,
         device,
     )

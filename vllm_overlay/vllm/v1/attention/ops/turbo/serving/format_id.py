@@ -43,7 +43,7 @@ def _own_formats(
         heads: list[str] = []
         if is_turbo_cache_dtype(layers[name].kv_cache_dtype):
             runner = layers[name].impl.runner
-            table = runner.key_offset
+            table = runner.scoring.key_offset
             if table is not None and tp_rank % runner.key_offset_replicas == 0:
                 heads = [key_offset.digest([head]) for head in table.cpu().unbind(1)]
         formats[name] = layers[name].kv_cache_dtype, heads

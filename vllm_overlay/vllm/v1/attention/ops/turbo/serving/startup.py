@@ -149,8 +149,9 @@ def _kind(impl: TurboImpl) -> tuple[object, ...]:
     """The key that layers of the same kind share."""
     runner = impl.runner
     sizes = impl.num_kv_heads, impl.head_size, _num_slots(impl)
-    features = runner.sinks is not None, runner.logits_soft_cap
-    return *sizes, runner.sliding_window, *features
+    scoring = runner.scoring
+    features = scoring.sinks is not None, scoring.soft_cap
+    return *sizes, scoring.sliding_window, *features
 
 
 def _num_slots(impl: TurboImpl) -> int:
@@ -166,12 +167,13 @@ def _token_bytes(impl: TurboImpl) -> int:
 def _layers(impl: TurboImpl, count: int) -> str:
     """Words for layers of the same kind: their bytes, and the kernels that serve."""
     slot_bytes = _token_bytes(impl)
-    window = impl.runner.sliding_window
+    scoring = impl.runner.scoring
+    window = scoring.sliding_window
     features = "" if window is None else f", sliding window: {window}"
-    if impl.runner.sinks is not None:
+    if scoring.sinks is not None:
         features += ", attention sinks"
-    if impl.runner.logits_soft_cap is not None:
-        features += f", soft cap: {impl.runner.logits_soft_cap:g}"
+    if scoring.soft_cap is not None:
+        features += f", soft cap: {scoring.soft_cap:g}"
     return (
         f"{slot_bytes} bytes a token and layer (layers: {count}, "
         f"KV heads: {impl.num_kv_heads}, head size: {impl.head_size}{features}; "
@@ -208,7 +210,7 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
     if any(tails):
         tokens = " or ".join(map(str, sorted(tails)))
         tail = f"; recent window: {tokens} tokens in 8 bits"
-    offsets = [impl.runner.key_offset for impl in impls]
+    offsets = [impl.runner.scoring.key_offset for impl in impls]
     tables = [table for table in offsets if table is not None]
     offset = ""
     if tables:

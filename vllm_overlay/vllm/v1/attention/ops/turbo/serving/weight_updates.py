@@ -152,7 +152,7 @@ class WeightUpdates:
             layer.set_offset(bias)
             if layer.table is None:
                 without[layer.layer.layer_name] = bias.norm(dim=-1).max().item()
-        offsets = [impl.runner.key_offset for impl in self.impls]
+        offsets = [impl.runner.scoring.key_offset for impl in self.impls]
         logger.info(
             "KV cache %s: the offset of K follows the weights that were loaded, in %d "
             "of %d layers (%s).",
