@@ -190,6 +190,7 @@ class ExtendArm(TurboArm):
                 self.scale,
             )
         )
+        scoring = Scoring(self.scale)
         for call in self.plan.calls:
             own, count = call.tokens, call.num_partials
             raw = RawTokens(
@@ -199,7 +200,7 @@ class ExtendArm(TurboArm):
                 self.cache,
                 self.layout,
                 call.batch,
-                Scoring(self.scale),
+                scoring,
                 batch.output[own],
                 batch.query[own],
                 raw,
@@ -208,7 +209,9 @@ class ExtendArm(TurboArm):
                 self.kernels.extend_outputs(attention, self.outputs)
                 continue
             if call.attends_before:
-                raw = attend_to_raw_tokens(raw, call.batch, self.raw, self.flash_attn)
+                raw = attend_to_raw_tokens(
+                    raw, call.batch, self.raw, self.flash_attn, scoring
+                )
                 attention = attention._replace(raw=raw)
             query = RotatedQuery(*(x[own] for x in self.rotated_query))
             partials = Partials(*(x[:count] for x in self.partials))

@@ -5,7 +5,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.planning import scratch
 from vllm.v1.worker.workspace import lock_workspace
 
-from .flash_utils import flash_attn_stand_in
+from .flash_utils import FLASH_ATTN
 from .utils import (
     BF16,
     CAN_RUN_CUDA,
@@ -325,4 +324,4 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
         is_cuda = path == "cuda"
         runner.kernels = cuda_kernels(runner.layout) if is_cuda else triton_kernels()
     if not ON_GPU:
-        runner.flash_attn = partial(flash_attn_stand_in)
+        runner.flash_attn = FLASH_ATTN

@@ -3,25 +3,23 @@
 """Stand-ins for FlashAttention, and for kernels that need not run."""
 
 import math
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
+from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn, get_flash_attn
 
 from .utils import ON_GPU
 
 
-def flash_attn_of_gpu(head_size: int) -> Callable[..., Any] | None:
+def flash_attn_of_gpu(head_size: int) -> FlashAttn | None:
     """The result of ``get_flash_attn`` on a GPU; None without one. The test is skipped
     if vLLM picks a version that needs a package that is not installed.
     """
     found = get_flash_attn(head_size) if ON_GPU else None
-    version = getattr(found, "keywords", {}).get("fa_version")
+    version = found and getattr(found.function, "keywords", {}).get("fa_version")
     if version == 4 and find_spec("cutlass") is None:
         pytest.skip("FlashAttention 4 needs the package nvidia-cutlass-dsl")
     return found
@@ -117,9 +115,15 @@ def flash_attn_stand_in(
     return out, lse
 
 
+FLASH_ATTN = FlashAttn(flash_attn_stand_in)
+
+
 def no_kernel(*args, **arguments) -> None:
     """A stand-in for kernels, in tests that check only their arguments."""
 
 
 def no_flash_attn(q, **arguments):
     return arguments["out"], torch.zeros(q.shape[1], q.shape[0], device=q.device)
+
+
+NO_FLASH_ATTN = FlashAttn(no_flash_attn)

@@ -31,7 +31,7 @@ from .backend_utils import (
     with_drafts,
 )
 from .batch_utils import BATCHES, Batch, check_requests
-from .flash_utils import no_flash_attn, no_kernel
+from .flash_utils import NO_FLASH_ATTN, no_kernel
 from .utils import BF16, FP16, requires_triton
 
 MIB = 2**20
@@ -71,7 +71,7 @@ def test_bound(folder, mode, num_drafts, max_num_seqs, max_num_tokens, monkeypat
             )
         impl.runner.capability = capability
         impl.runner.num_sms = MOST_SMS.get(capability, 144)
-        impl.runner.flash_attn = no_flash_attn
+        impl.runner.flash_attn = NO_FLASH_ATTN
         found = impl.runner.workspace_bytes / MIB
         assert found <= 256, (heads, kv_heads, size, capability, found)
 
@@ -118,7 +118,7 @@ def test_profile_run_reserves_random_batches(folder, mode, num_drafts, monkeypat
     with_drafts(config, num_drafts)
     impl = make_impl(config)
     impl.runner.num_sms = 4
-    impl.runner.flash_attn = no_flash_attn
+    impl.runner.flash_attn = NO_FLASH_ATTN
     calls: list[int] = [0]  # of the profile run's first batch of all kinds
 
     def attend(query, call, partials) -> None:

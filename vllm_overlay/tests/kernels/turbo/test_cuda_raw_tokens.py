@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.cuda.merge import MAX_MERGED_TOKENS
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
+from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn
 from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
 
 from .backend_utils import (
@@ -66,9 +67,9 @@ class Layer(ExtendLayer):
 
         def record(**arguments: Any) -> object:
             self.calls.append(arguments)
-            return flash_attn(**arguments)
+            return flash_attn.function(**arguments)
 
-        self.runner.flash_attn = record
+        self.runner.flash_attn = FlashAttn(record)
 
     def run(self, batch: Batch) -> torch.Tensor:
         output = super().run(batch)

@@ -15,15 +15,17 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.ops.turbo import reference
+from vllm.v1.attention.ops.turbo.interface import Scoring
 from vllm.v1.attention.ops.turbo.layer import flash
 from vllm.v1.attention.ops.turbo.layer.efficient_attention import efficient_attention
 from vllm.v1.attention.ops.turbo.planning.tokens import SeqLens
 
-from .flash_utils import flash_attn_of_gpu, flash_attn_stand_in
+from .flash_utils import FLASH_ATTN, flash_attn_of_gpu
 from .utils import BF16, DEVICE, ON_GPU, gaussian, model_dtypes
 
 # The operator pads the LSE of each sequence to a multiple of this.
 LSE_TILE = 32
+EFFICIENT = flash.FlashAttn(efficient_attention, is_efficient=True)
 
 
 def operator_stand_in(
@@ -82,23 +84,24 @@ def test_heads_that_it_serves(monkeypatch, version, is_cuda):
     monkeypatch.setattr(flash, "is_flash_attn_varlen_func_available", lambda: True)
     monkeypatch.setattr(flash, "get_flash_attn_version", lambda head_size: version)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", print, raising=False)
-    without = efficient_attention if is_cuda else None
+    without = EFFICIENT if is_cuda else None
     for head_size in (256, 512):
         found = flash.get_flash_attn(head_size)
         if version is None or (head_size == 512 and version < 4):
-            assert found is (without if head_size == 512 else None)
+            assert found == (without if head_size == 512 else None)
         else:
-            assert isinstance(found, partial)
-            assert (found.func, found.keywords) == (print, {"fa_version": version})
+            assert not found.is_efficient and isinstance(found.function, partial)
+            assert found.function.func is print
+            assert found.function.keywords == {"fa_version": version}
     monkeypatch.setattr(flash, "is_flash_attn_varlen_func_available", lambda: False)
     assert flash.get_flash_attn(256) is None
-    assert flash.get_flash_attn(512) is without
+    assert flash.get_flash_attn(512) == without
 
 
 def flash_attn_4():
     """FlashAttention 4, if prefill calls it for heads of 512; otherwise skip."""
     found = flash_attn_of_gpu(512)
-    if found is None or found is efficient_attention:
+    if found is None or found.is_efficient:
         pytest.skip("vLLM has no FlashAttention 4 for heads of 512 here")
     return found
 
@@ -118,7 +121,7 @@ LENGTHS = {
 @pytest.mark.parametrize("served", ["operator", "flash_attn_4"])
 def test_equals_flash_attention(served, lengths, group, dtype):
     """Output and LSE are equal, also from views and for sequences without keys."""
-    tested = efficient_attention if served == "operator" else flash_attn_4()
+    tested = EFFICIENT if served == "operator" else flash_attn_4()
     query_lens, key_lens = LENGTHS[lengths]
     causal = lengths != "contexts"
     num_kv_heads, size = 2, 512
@@ -130,16 +133,15 @@ def test_equals_flash_attention(served, lengths, group, dtype):
         for lens in (query_lens, key_lens)
     ]
     results = []
-    for attend in (tested, flash_attn_stand_in):
+    for flash_attn in (tested, FLASH_ATTN):
         out = torch.full_like(query, math.nan)
         key, value = qkv[:, :num_kv_heads], qkv[:, num_kv_heads:-1]
         lens = [
             SeqLens(cu_lens, max(own), sum(own))
             for cu_lens, own in zip(bounds, (query_lens, key_lens))
         ]
-        lse = flash.attend(
-            attend, query, key, value, out, *lens, size**-0.5, causal=causal
-        )
+        scoring = Scoring(size**-0.5)
+        lse = flash_attn.attend(query, key, value, out, *lens, scoring, causal=causal)
         results.append((out, lse))
     (output, lse), (expected, expected_lse) = results
     rounding = torch.finfo(dtype).eps

@@ -23,7 +23,7 @@ from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
 from .backend_utils import make_impl, make_vllm_config, run_profile
 from .batch_utils import check_requests
 from .build_utils import TIMEOUT_S
-from .flash_utils import flash_attn_stand_in
+from .flash_utils import FLASH_ATTN
 from .utils import FP16, ON_GPU, requires_triton
 
 # The driver's messages for a launch that it refuses, and for a kernel that failed.
@@ -51,7 +51,7 @@ def make_gpu_impl(config: VllmConfig) -> TurboAttentionImpl:
     impl = make_impl(config)
     impl.runner.chosen_kernels = kernels.share_kernels("auto", impl.runner.layout, 2)
     if not ON_GPU:
-        impl.runner.flash_attn = flash_attn_stand_in
+        impl.runner.flash_attn = FLASH_ATTN
     return impl
 
 

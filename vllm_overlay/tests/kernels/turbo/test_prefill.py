@@ -12,6 +12,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import Scoring, StoreCall
+from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn
 from vllm.v1.attention.ops.turbo.layer.prefill import prefill_attention
 from vllm.v1.attention.ops.turbo.layer.prefill_sources import PrefillCall
 from vllm.v1.attention.ops.turbo.planning.prefill import (
@@ -186,15 +187,17 @@ def test_gather_ends_with_the_table():
     assert not key[48:100].isnan().any()
 
 
-def flash_attns(head_size: int) -> list:
+def flash_attns(head_size: int) -> list[FlashAttn]:
     """Stand-ins for FlashAttention, and FlashAttention where there is a GPU.
 
     For a request without keys, its versions return an LSE of plus or minus infinity.
     """
-    functions = [partial(flash_attn_stand_in, lse_of_none=math.inf)]
-    functions.append(partial(flash_attn_stand_in, lse_of_none=-math.inf))
+    found = [
+        FlashAttn(partial(flash_attn_stand_in, lse_of_none=lse))
+        for lse in (math.inf, -math.inf)
+    ]
     real = flash_attn_of_gpu(head_size)
-    return functions if real is None else [*functions, real]
+    return found if real is None else [*found, real]
 
 
 def check_prefill(

@@ -48,7 +48,7 @@ from .backend_utils import (
     with_drafts,
 )
 from .batch_utils import Batch, check_requests
-from .flash_utils import no_flash_attn, no_kernel
+from .flash_utils import NO_FLASH_ATTN, no_kernel
 from .utils import FP16, requires_triton
 
 pytestmark = requires_triton
@@ -118,7 +118,7 @@ def test_every_batch_of_decodes_and_extends(
     config = make_vllm_config(folder, "turbo4", FP16, "raw", max_num_seqs, 1024)
     with_drafts(config, num_drafts)
     impl = without_kernels(make_impl(config), path, with_extends, monkeypatch)
-    impl.runner.flash_attn = no_flash_attn
+    impl.runner.flash_attn = NO_FLASH_ATTN
     monkeypatch.setattr(layer_forward, "prefill_attention", no_kernel)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
     reserve(impl)
@@ -147,7 +147,7 @@ def test_the_most_extends(folder, num_seqs, workspace, monkeypatch):
     set_scratch(monkeypatch, partials=1024)
     config = make_vllm_config(folder, "turbo4", FP16, "stored", num_seqs, num_tokens)
     impl = without_kernels(make_impl(config), "most", True, monkeypatch)
-    impl.runner.flash_attn = no_flash_attn
+    impl.runner.flash_attn = NO_FLASH_ATTN
     monkeypatch.setattr(layer_forward, "prefill_attention", no_kernel)
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 128)
     monkeypatch.setattr(PrefillScratch, "specs", staticmethod(lambda *args: []))
@@ -186,7 +186,7 @@ def test_scratch_of_unlike_layers(folder, order, mode, workspace, monkeypatch):
         for num_heads in order
     ]
     for impl in impls:
-        impl.runner.flash_attn = no_flash_attn
+        impl.runner.flash_attn = NO_FLASH_ATTN
     monkeypatch.setattr(layer_runner, "max_extend_len", lambda *_: 4)
     builder = make_shared_builder(config, impls)
     reserve(*impls)

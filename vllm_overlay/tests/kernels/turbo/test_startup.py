@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from . import backend_utils
 from .backend_utils import make_layer, make_vllm_config
-from .flash_utils import flash_attn_stand_in
+from .flash_utils import FLASH_ATTN
 from .rank_utils import RankGroup, Ranks
 from .refusal_cases import PACKED, OwnAttention, serve_options
 from .utils import requires_triton
@@ -38,7 +38,7 @@ def make_impl(
     impl = backend_utils.make_impl(
         config, num_heads, num_kv_heads, head_size=head_size, scale=0.1
     )
-    impl.runner.flash_attn = flash_attn_stand_in  # for the scratch that it takes
+    impl.runner.flash_attn = FLASH_ATTN  # for the scratch that it takes
     return impl
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import turboquant_attn
 from vllm.v1.attention.ops.turbo.layer import prefill_sources
+from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
 from vllm.v1.attention.ops.turbo.triton.kernels import TritonKernels
@@ -196,7 +197,7 @@ def test_chunk_allocates_nothing_of_its_contexts_size(
                 decode_attention=NoKernel(),
                 num_decode_splits=lambda *sizes: 1,
             )
-            scene.impl.runner.flash_attn = attend_to_nothing
+            scene.impl.runner.flash_attn = FlashAttn(attend_to_nothing)
         metadata = scene.make_builder().build(0, scene.metadata())
         scene.run(metadata)  # takes the workspace
         with LargestTensor() as recorded:

@@ -10,6 +10,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo.choose import triton_kernels
 from vllm.v1.attention.ops.turbo.layer import warm_up as module
+from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn
 from vllm.v1.attention.ops.turbo.layer.warm_up import small_step
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
@@ -65,9 +66,9 @@ def test_images(folder, profiled, path, window, monkeypatch):
     def record(*args, window_size=None, **kwargs):
         sizes.append(window_size)
         options = {} if window_size is None else {"window_size": window_size}
-        return flash_attn(*args, **kwargs, **options)
+        return flash_attn.function(*args, **kwargs, **options)
 
-    impl.runner.flash_attn = record
+    impl.runner.flash_attn = FlashAttn(record)
     batches = profile(impl, monkeypatch)
     assert sizes.count([0, -1]) == len(batches) > 0
 

@@ -52,6 +52,7 @@ def forward(
     _store_and_decode(runner, query, key, value, kv_cache, step, output, tail)
     window = runner.scoring.sliding_window
     for first, plan in step.prefills(key is None):
+        assert runner.flash_attn is not None
         rows = slice(first, first + int(plan.query_start_loc_cpu[-1]))
         call = PrefillCall(
             query[rows],
@@ -64,7 +65,7 @@ def forward(
                 plan.max_buffered_tokens(window), query.device
             ),
             output[rows],
-            runner.capped_flash_attn,
+            runner.flash_attn,
             runner.context_parallel,
         )
         spans = plan.spans if step.sees_spans(window) else None
@@ -117,13 +118,13 @@ def _store_and_decode(
         if key is not None and value is not None and not runner.stored:
             raw = RawTokens(query[own], key[own], value[own], scoring.scale)
             if call.attends_before:
-                assert scratch.raw is not None
+                assert scratch.raw is not None and runner.flash_attn is not None
                 raw = attend_to_raw_tokens(
                     raw,
                     call.batch,
                     scratch.raw,
-                    runner.capped_flash_attn,
-                    scoring.sliding_window,
+                    runner.flash_attn,
+                    scoring,
                 )
         attention = AttentionCall(
             kv_cache,

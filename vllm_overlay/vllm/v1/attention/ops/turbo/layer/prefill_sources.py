@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The sources of keys that a prefill's queries attend to, in a few calls each."""
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,7 +10,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import OffsetScores, Scoring
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
-from vllm.v1.attention.ops.turbo.layer.flash import attend
+from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
     CachedRequests,
     LaterTokens,
@@ -34,7 +33,7 @@ class PrefillCall(NamedTuple):
         scoring: How the layer scores keys.
         scratch: Scratch for the plan's ``max_buffered_tokens``; None if that is None.
         output: (T, Hq, D), written; contiguous.
-        flash_attn: FlashAttention's varlen function, with version and soft cap bound.
+        flash_attn: The function that attends.
         context_parallel: The ranks that share the context; None if they do not.
 
     """
@@ -47,7 +46,7 @@ class PrefillCall(NamedTuple):
     scoring: Scoring
     scratch: PrefillScratch | None
     output: torch.Tensor
-    flash_attn: Callable[..., torch.Tensor]
+    flash_attn: FlashAttn
     context_parallel: ContextParallel | None = None
 
     def part(self, tokens: slice) -> "PrefillCall":
@@ -121,6 +120,8 @@ def _attend_to_pieces(
 
     scratch = call.scratch
     assert scratch is not None
+    scale = call.scoring.scale * call.layout.key_codebook.gain
+    scoring = call.scoring._replace(scale=scale)
     lse: torch.Tensor | None = None
     for piece in requests.pieces:
         gather_context(
@@ -133,14 +134,13 @@ def _attend_to_pieces(
         )
         is_first = lse is None
         target = call.output if is_first else scratch.output[: call.output.shape[0]]
-        piece_lse = attend(
-            call.flash_attn,
+        piece_lse = call.flash_attn.attend(
             rotated_query,
             *scratch.keys_and_values(piece.lens.num_tokens),
             target,
             requests.queries,
             piece.lens,
-            call.scoring.scale * call.layout.key_codebook.gain,
+            scoring,
             causal=piece is requests.own,
         )
         call.add_offset_scores(piece_lse, requests.queries, piece.starts)
@@ -226,15 +226,14 @@ class RawSource(NamedTuple):
             isolated = call.scratch.keys_and_values(raw.num_tokens)
             isolate_broken_values(key, value, *isolated)
             key, value = isolated
-        return attend(
-            call.flash_attn,
+        return call.flash_attn.attend(
             call.query,
             key,
             value,
             call.output,
             self.query_slice.queries,
             raw,
-            call.scoring.scale,
+            call.scoring,
         )
 
 
@@ -283,15 +282,14 @@ class RunsSource(NamedTuple):
             assert call.key is not None and call.value is not None
             # These are one sequence's, so no other's non-finite values are among them.
             key, value = call.key[part.keys], call.value[part.keys]
-        lse = attend(
-            call.flash_attn,
+        lse = call.flash_attn.attend(
             call.query,
             key,
             value,
             call.output,
             part.queries,
             part.key_lens,
-            call.scoring.scale,
+            call.scoring,
             causal=self.causal,
             window_size=self.window_size,
         )

@@ -2,10 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A layer at work: its kernels, its scoring and the limits of its steps."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -83,8 +82,7 @@ class TurboRunner:
         cache_config: vLLM's ``CacheConfig``, whose block size may be set after the
             layers are made.
         prefill_limits: The bounds of a prefill's scratch.
-        flash_attn: FlashAttention's varlen function, or the function in its place; None
-            on a CPU.
+        flash_attn: The function that attends in prefills; None on a CPU.
         tail_wanted: The most tokens of a tail; zero for none.
         key_bias: The bias from which the offset follows; None without a bias.
         key_offset_replicas: Consecutive tensor parallel ranks with the same heads.
@@ -268,14 +266,6 @@ class TurboRunner:
             self.max_merged_tokens,
             self.extends_to_outputs,
         )
-
-    @property
-    def capped_flash_attn(self) -> Callable[..., Any]:
-        """FlashAttention's varlen function, with the soft cap of logits bound."""
-        assert self.flash_attn is not None
-        if self.scoring.soft_cap is None:
-            return self.flash_attn
-        return partial(self.flash_attn, softcap=self.scoring.soft_cap)
 
     def alone(self) -> AbstractContextManager[None]:
         """A context in which kernels run without waiting for other ranks."""
