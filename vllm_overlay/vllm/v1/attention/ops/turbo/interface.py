@@ -364,6 +364,13 @@ StoreFn: TypeAlias = Callable[[StoreCall], None]
 AttentionFn: TypeAlias = Callable[[RotatedQuery, AttentionCall, Partials], None]
 OutputsFn: TypeAlias = Callable[[AttentionCall, OutputScratch], None]
 MergeFn: TypeAlias = Callable[[Partials, AttentionCall], None]
+# Takes the KV heads.
+StoreSizesFn: TypeAlias = Callable[[TurboFormat, int], list[int]]
+# Takes the query heads a KV head, and the most query tokens of an extend.
+OutputLensFn: TypeAlias = Callable[[TurboFormat, int, int], list[int]]
+# Takes KV heads, multiprocessors of the GPU, and tiles of query tokens, of which no two
+# sequences share one.
+OutputScratchFn: TypeAlias = Callable[[TurboFormat, int, int, int], TensorSpecs]
 # Takes sequences of the (padded) batch, KV heads (with MLA query heads),
 # multiprocessors of the GPU and query tokens a sequence, which are all fixed in a CUDA
 # graph. Returns the splits of a sequence that attention needs room for.

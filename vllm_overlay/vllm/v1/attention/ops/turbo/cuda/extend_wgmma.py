@@ -170,6 +170,14 @@ OUTPUTS = replace(
 )
 
 
+def output_lens(layout: TurboFormat, num_queries_per_kv: int, most: int) -> list[int]:
+    """``KernelSet.output_lens``: a length for each plan."""
+    lens = {
+        plan_for(layout, num_queries_per_kv * n, True): n for n in range(1, most + 1)
+    }
+    return list(lens.values())
+
+
 def output_scratch(
     layout: TurboFormat,
     num_kv_heads: int,

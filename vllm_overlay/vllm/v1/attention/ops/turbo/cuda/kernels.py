@@ -8,16 +8,17 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import decode, extend_mma, extend_wgmma, merge
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     CUDA,
     AttentionFn,
     MergeFn,
+    OutputLensFn,
+    OutputScratchFn,
     OutputsFn,
     SplitsFn,
     StoreFn,
-    TensorSpecs,
+    StoreSizesFn,
 )
 
 
@@ -34,30 +35,12 @@ class CudaKernels(NamedTuple):
     extend_outputs: OutputsFn | None = None
     merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = extend_mma.num_kv_splits
+    store_sizes: StoreSizesFn = cuda_store.store_sizes
+    output_lens: OutputLensFn = extend_wgmma.output_lens
+    output_scratch: OutputScratchFn = extend_wgmma.output_scratch
 
     def block_sizes(self, block_size: int, head_size: int) -> list[int]:
         return [block_size]
-
-    def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
-        return cuda_store.store_sizes(layout, num_kv_heads)
-
-    def output_lens(
-        self, layout: TurboFormat, num_queries_per_kv: int, most: int
-    ) -> list[int]:
-        lens = {
-            extend_wgmma.plan_for(layout, num_queries_per_kv * n, True): n
-            for n in range(1, most + 1)
-        }
-        return list(lens.values())
-
-    def output_scratch(
-        self,
-        layout: TurboFormat,
-        num_kv_heads: int,
-        num_sms: int,
-        num_raw_tiles: int,
-    ) -> TensorSpecs:
-        return extend_wgmma.output_scratch(layout, num_kv_heads, num_sms, num_raw_tiles)
 
     def make_matrices(self, size: int, device: torch.device) -> None:
         cuda_store.make_matrices(size, device)

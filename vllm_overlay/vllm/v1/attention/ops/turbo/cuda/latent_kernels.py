@@ -8,10 +8,10 @@ import torch
 
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.interface import CUDA, SplitsFn
-from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import (
     GatherFn,
     LatentAttentionFn,
+    LatentSizesFn,
     LatentStoreFn,
 )
 
@@ -25,9 +25,7 @@ class CudaLatentKernels(NamedTuple):
     decode_attention: LatentAttentionFn = latent_decode.decode_attention
     num_decode_splits: SplitsFn = latent_decode.num_decode_splits
     gather: GatherFn = latent_gather.gather
-
-    def store_sizes(self, layout: LatentFormat) -> list[int]:
-        return latent_store.store_sizes(layout)
+    store_sizes: LatentSizesFn = latent_store.store_sizes
 
     def make_matrices(self, size: int, device: torch.device) -> None:
         latent_store.make_tables(size, device)

@@ -133,4 +133,5 @@ class GatherCall(NamedTuple):
 # The kinds of entry points of a set of kernels: see ``latent.kernels.LatentKernels``.
 LatentStoreFn: TypeAlias = Callable[[LatentStoreCall], None]
 LatentAttentionFn: TypeAlias = Callable[[LatentCall, Partials], None]
+LatentSizesFn: TypeAlias = Callable[[LatentFormat], list[int]]
 GatherFn: TypeAlias = Callable[[GatherCall], None]

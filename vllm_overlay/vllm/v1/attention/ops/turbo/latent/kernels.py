@@ -4,10 +4,10 @@
 
 from typing import Protocol
 
-from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import (
     GatherFn,
     LatentAttentionFn,
+    LatentSizesFn,
     LatentStoreFn,
 )
 from vllm.v1.attention.ops.turbo.layer.kernels import Kernels
@@ -31,7 +31,8 @@ class LatentKernels(Kernels, Protocol):
     def gather(self) -> GatherFn:
         """Dequantises contexts, for prefill."""
 
-    def store_sizes(self, layout: LatentFormat) -> list[int]:
+    @property
+    def store_sizes(self) -> LatentSizesFn:
         """Numbers of tokens, ascending, that each launch a different kernel of
         ``store``.
         """

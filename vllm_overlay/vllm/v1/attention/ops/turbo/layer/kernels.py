@@ -6,14 +6,15 @@ from typing import Protocol
 
 import torch
 
-from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionFn,
     MergeFn,
+    OutputLensFn,
+    OutputScratchFn,
     OutputsFn,
     SplitsFn,
     StoreFn,
-    TensorSpecs,
+    StoreSizesFn,
 )
 
 
@@ -104,32 +105,20 @@ class KernelSet(Kernels, Protocol):
 
         """
 
-    def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
+    @property
+    def store_sizes(self) -> StoreSizesFn:
         """Numbers of tokens, ascending, that each launch a different kernel of
         ``store``.
         """
 
-    def output_lens(
-        self, layout: TurboFormat, num_queries_per_kv: int, most: int
-    ) -> list[int]:
-        """Lengths of extends, ``most`` tokens at most, that together launch every
-        instance of ``extend_outputs``.
+    @property
+    def output_lens(self) -> OutputLensFn:
+        """Lengths of extends that together launch every instance of
+        ``extend_outputs``.
         """
 
-    def output_scratch(
-        self,
-        layout: TurboFormat,
-        num_kv_heads: int,
-        num_sms: int,
-        num_raw_tiles: int,
-    ) -> TensorSpecs:
+    @property
+    def output_scratch(self) -> OutputScratchFn:
         """Shapes and dtypes of ``OutputScratch``, for a call of ``extend_outputs`` or
         for any smaller one.
-
-        Args:
-            layout: The cache's format.
-            num_kv_heads: KV heads.
-            num_sms: Multiprocessors of the GPU.
-            num_raw_tiles: Tiles of query tokens; no two sequences share one.
-
         """

@@ -2,23 +2,29 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The Triton kernels as a ``KernelSet``."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     TRITON,
     AttentionFn,
     MergeFn,
+    OutputLensFn,
+    OutputScratchFn,
     OutputsFn,
     SplitsFn,
     StoreFn,
-    TensorSpecs,
+    StoreSizesFn,
 )
 from vllm.v1.attention.ops.turbo.triton import decode, merge
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
+
+
+def _no_outputs(*args: Any) -> NoReturn:
+    raise NotImplementedError("Triton has no extend_outputs")
 
 
 class TritonKernels(NamedTuple):
@@ -34,28 +40,14 @@ class TritonKernels(NamedTuple):
     extend_outputs: OutputsFn | None = None
     merge_splits: MergeFn = merge.merge_splits
     num_extend_splits: SplitsFn = decode.num_kv_splits
+    store_sizes: StoreSizesFn = triton_store.store_sizes
+    output_lens: OutputLensFn = _no_outputs
+    output_scratch: OutputScratchFn = _no_outputs
 
     def block_sizes(self, block_size: int, head_size: int) -> list[int]:
         block_n = decode.default_tuning(head_size).block_n
         has_whole_steps = block_size % block_n == 0
         return [block_size, TILE_TOKENS] if has_whole_steps else [block_size]
-
-    def store_sizes(self, layout: TurboFormat, num_kv_heads: int) -> list[int]:
-        return triton_store.store_sizes(layout, num_kv_heads)
-
-    def output_lens(
-        self, layout: TurboFormat, num_queries_per_kv: int, most: int
-    ) -> list[int]:
-        raise NotImplementedError("Triton has no extend_outputs")
-
-    def output_scratch(
-        self,
-        layout: TurboFormat,
-        num_kv_heads: int,
-        num_sms: int,
-        num_raw_tiles: int,
-    ) -> TensorSpecs:
-        raise NotImplementedError("Triton has no extend_outputs")
 
     def make_matrices(self, size: int, device: torch.device) -> None:
         for inverse in (False, True):
