@@ -244,7 +244,7 @@ class TurboArm(Arm):
         other_kernel: str | None = None,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
-        from vllm.v1.attention.ops.turbo.choose import choose_kernels
+        from vllm.v1.attention.ops.turbo.choose import TurboSource, choose_kernels
         from vllm.v1.attention.ops.turbo.format import TurboFormat
         from vllm.v1.attention.ops.turbo.formats.tail_pages import TailUpdate
         from vllm.v1.attention.ops.turbo.interface import (
@@ -262,11 +262,9 @@ class TurboArm(Arm):
         self.cache = cache if cache is not None else self.make_pages(cache_layout)
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
         group = heads // shape.num_kv_heads
+        variant = Variant(has_key_offset, has_tail)
         self.kernels = choose_kernels(
-            kernels,
-            self.layout,
-            group,
-            variant=Variant(has_key_offset, has_tail),
+            kernels, TurboSource(self.layout, group, variant=variant)
         )
         self.offsets = self.step_offset = None
         # By a sequence's number of tokens. Made before, as a graph cannot make them.

@@ -365,9 +365,8 @@ class TurboArm(Arm):
         cache: torch.Tensor | None = None,
     ) -> None:
         super().__init__(batch)
-        from vllm.v1.attention.ops.turbo.latent.choose import (
-            share_latent_kernels,
-        )
+        from vllm.v1.attention.ops.turbo.choose import choose_kernels
+        from vllm.v1.attention.ops.turbo.latent.choose import LatentSource
         from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 
         self.layout = LatentFormat.from_cache_dtype(cache_dtype, SIZE)
@@ -375,11 +374,8 @@ class TurboArm(Arm):
         if kernels in PLANS:
             self.kernels = kernels_of_plans(kernels)
         else:
-            chosen = share_latent_kernels(
-                kernels, self.layout, shape.num_heads, shape.query_len
-            )
-            assert chosen.kernels is not None
-            self.kernels = chosen.kernels
+            source = LatentSource(self.layout, shape.num_heads, shape.query_len)
+            self.kernels = choose_kernels(kernels, source)
         self.token_bytes = self.layout.slot_size
         size = (batch.num_blocks, BLOCK_SIZE, self.token_bytes)
         if cache is None:

@@ -35,6 +35,7 @@ from vllm.v1.attention.backends.turbo_attn import (
 )
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.choose import (
+    TurboSource,
     cuda_kernels,
     share_kernels,
     triton_kernels,
@@ -312,12 +313,9 @@ def set_path(impl: TurboAttentionImpl, path: str) -> None:
         runner.kernels = None
     elif ON_GPU:
         try:
-            runner.chosen_kernels = share_kernels(
-                path,
-                runner.layout,
-                runner.context_shape.num_queries_per_kv,
-                variant=variant_of(runner),
-            )
+            group = runner.context_shape.num_queries_per_kv
+            source = TurboSource(runner.layout, group, variant=variant_of(runner))
+            runner.chosen_kernels = share_kernels(path, source)
         except ValueError as error:
             pytest.skip(str(error))
     else:

@@ -139,13 +139,13 @@ def nothing_chosen(monkeypatch: pytest.MonkeyPatch, workspace: None) -> Iterator
     nothing is warm.
     """
     from vllm.v1.attention.ops.turbo import choose
-    from vllm.v1.attention.ops.turbo.layer import warm_up
+    from vllm.v1.attention.ops.turbo.layer import launching
 
     monkeypatch.setattr(choose, "_chosen", [])
     monkeypatch.setattr(choose, "_launch_refusal", None)
-    monkeypatch.setattr(choose, "cuda_unsupported_reason", lambda *args: None)
+    monkeypatch.setattr(choose.TurboSource, "unsupported_reason", lambda _: None)
     monkeypatch.setattr(choose, "cuda_build_error", lambda *args: None)
-    monkeypatch.setattr(warm_up, "_warm", set())
+    monkeypatch.setattr(launching, "_warm", set())
     choose.share_kernels.cache_clear()
     yield
     choose.share_kernels.cache_clear()

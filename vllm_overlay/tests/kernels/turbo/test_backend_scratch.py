@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.turbo_attn import TurboAttentionImpl
 from vllm.v1.attention.ops.turbo import choose as kernels
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
-from vllm.v1.attention.ops.turbo.layer import prefill_sources
+from vllm.v1.attention.ops.turbo.layer import base, prefill_sources
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.planning.decode import cut_evenly
 from vllm.v1.attention.ops.turbo.triton import prefill as triton_prefill
@@ -194,7 +194,7 @@ def test_multiprocessors_are_those_of_the_current_device(folder, monkeypatch):
 
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    monkeypatch.setattr(layer_runner, "num_compute_units", num_compute_units)
+    monkeypatch.setattr(base, "num_compute_units", num_compute_units)
     for module in (layer_runner, turbo_attn):
         monkeypatch.setattr(module, "get_flash_attn", lambda head_size: print)
     make_impl(make_vllm_config(folder, dtype=FP16))

@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.cuda.module_builds import ModuleBuilds
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import Variant
 from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
+from vllm.v1.attention.ops.turbo.layer import base
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 
 from .backend_utils import make_vllm_config
@@ -95,7 +96,7 @@ def make_impl(
     )
     monkeypatch.setattr(turbo_attn, "get_flash_attn", lambda _: print)
     monkeypatch.setattr(layer_runner, "get_flash_attn", lambda _: print)
-    monkeypatch.setattr(layer_runner, "num_compute_units", lambda _: 132)
+    monkeypatch.setattr(base, "num_compute_units", lambda _: 132)
     with set_current_vllm_config(config):
         return TurboAttentionImpl(4, 128, 0.1, 1, kv_cache_dtype="turbo4")
 

@@ -11,8 +11,8 @@ import torch
 
 from vllm.v1.attention.ops import dcp
 from vllm.v1.attention.ops.turbo.cuda.kernels import CudaKernels
+from vllm.v1.attention.ops.turbo.layer import launching, warm_up
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
-from vllm.v1.attention.ops.turbo.layer import warm_up
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
@@ -228,7 +228,7 @@ def test_first_run(folder, monkeypatch):
         def add(self, key: object) -> None:
             pass
 
-    monkeypatch.setattr(warm_up, "_warm", Forgetful())
+    monkeypatch.setattr(launching, "_warm", Forgetful())
     monkeypatch.setattr(warm_up, "_PREFILL_CONTEXT", 32)
     monkeypatch.setattr(warm_up, "_PREFILL_LENS", (2, 20))
     check, sizes = ContextParallel.check, set()
@@ -243,17 +243,17 @@ def test_first_run(folder, monkeypatch):
     monkeypatch.setattr(ContextParallel, "check", check_a_few)
     scene = SharedRequests(folder, monkeypatch, [(1, 31)])
     counts = []
-    run_kernels = warm_up._run_kernels
 
     def count_collectives(runner: TurboRunner, device: torch.device) -> None:
-        run_kernels(runner, device)
+        warm_up.run_kernels(runner, device)
         counts.append(runner.context_parallel.group.num_collectives)
 
-    monkeypatch.setattr(warm_up, "_run_kernels", count_collectives)
     for rank in scene.ranks:
         set_path(rank.impl, "triton")
     runners = [rank.impl.runner for rank in scene.ranks]
-    scene.others.run(lambda index: warm_up.warm_up(runners[index], DEVICE))
+    scene.others.run(
+        lambda index: launching.warm_up(runners[index], DEVICE, count_collectives)
+    )
     assert counts == [0, 0]
     runner, _ = runners
     assert sizes == {(runner.max_num_tokens, runner.largest_batch.num_slots)}

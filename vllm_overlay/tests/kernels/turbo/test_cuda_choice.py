@@ -13,6 +13,7 @@ import torch
 
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.ops.turbo import choose as kernels
+from vllm.v1.attention.ops.turbo.choose import TurboSource
 from vllm.v1.attention.ops.turbo.cuda import build as cuda_build
 from vllm.v1.attention.ops.turbo.cuda import extend_wgmma, module_builds
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
@@ -23,7 +24,7 @@ from vllm.v1.attention.ops.turbo.cuda.merge import MERGE
 from vllm.v1.attention.ops.turbo.cuda.store import STORE
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import PLAIN
-from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
+from vllm.v1.attention.ops.turbo.layer import base
 
 from .backend_utils import make_impl, make_vllm_config
 from .build_utils import (
@@ -55,7 +56,7 @@ def gpu(monkeypatch, tmp_path):
 
 def choose(choice: str, layout: TurboFormat = LAYOUT) -> str:
     """The name of the package of the chosen kernels."""
-    chosen = kernels.choose_kernels(choice, layout, 4)
+    chosen = kernels.choose_kernels(choice, TurboSource(layout, 4))
     functions = (chosen.store, chosen.decode_attention, chosen.num_decode_splits)
     (package,) = {function.__module__.split(".")[-2] for function in functions}
     return package
@@ -70,7 +71,7 @@ def test_auto_falls_back_and_says_why(gpu, log, monkeypatch, fail, message):
     assert choose("auto") == "triton"
     words = f"(?s)Triton kernels, because .*{message}.*\\.$"
     assert log[-1].level == logging.WARNING and re.search(words, log[-1].text)
-    chosen = kernels.choose_kernels("auto", LAYOUT, 4)
+    chosen = kernels.choose_kernels("auto", TurboSource(LAYOUT, 4))
     assert chosen.reason == "the CUDA kernels could not be built"
     with pytest.raises(ValueError, match=f"(?s)turbo_kernel=cuda.*{message}.*auto"):
         choose("cuda")
@@ -176,7 +177,7 @@ def test_cuda_where_it_can_be_built(gpu, log, monkeypatch, choice):
     asked += [(OUTPUTS, LAYOUT, plan) for plan in plans]
     assert set(loaded) == {(*args, device, PLAIN) for args in asked}
     assert len(loaded) == len(asked)
-    chosen = kernels.choose_kernels(choice, LAYOUT, 4)
+    chosen = kernels.choose_kernels(choice, TurboSource(LAYOUT, 4))
     reasons = {"auto": "they could be loaded", "cuda": "turbo_kernel is cuda"}
     assert (chosen.name, chosen.reason) == ("CUDA", reasons[choice])
     assert log == []
@@ -197,7 +198,7 @@ def test_kernels_are_built_side_by_side(gpu, monkeypatch):
 def test_triton_builds_nothing(gpu, log):
     assert choose("triton") == "triton"
     assert gpu.builds == []
-    chosen = kernels.choose_kernels("triton", LAYOUT, 4)
+    chosen = kernels.choose_kernels("triton", TurboSource(LAYOUT, 4))
     assert (chosen.name, chosen.reason) == ("Triton", "turbo_kernel is triton")
     assert log == []
 
@@ -215,7 +216,7 @@ def test_unsupported(gpu, log, monkeypatch, platform, capability, head_size, rea
     set_platform(monkeypatch, platform, capability)
     layout = TurboFormat.from_cache_dtype("turbo4", head_size)
     assert choose("auto", layout) == "triton"
-    chosen = kernels.choose_kernels("auto", layout, 4)
+    chosen = kernels.choose_kernels("auto", TurboSource(layout, 4))
     assert chosen.name == "Triton" and reason in chosen.reason
     assert log == []
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda.*{reason}.*Use auto"):
@@ -234,7 +235,7 @@ def test_cpu(monkeypatch, tmp_path, choice):
             make_impl(config)
         return
     asked: list[tuple] = []
-    monkeypatch.setattr(layer_runner, "share_kernels", lambda *args: asked.append(args))
+    monkeypatch.setattr(base, "share_kernels", lambda *args: asked.append(args))
     impl = make_impl(config)
     impl.process_weights_after_loading(torch.bfloat16)
     assert impl.runner.kernels is None
@@ -254,11 +255,11 @@ def test_kernels_are_chosen_once_when_they_are_asked_for(monkeypatch, tmp_path):
 
     monkeypatch.setattr(kernels, "choose_kernels", record)
     monkeypatch.setattr(kernels, "share_kernels", unwrap(kernels.share_kernels))
-    monkeypatch.setattr(layer_runner, "share_kernels", kernels.share_kernels)
-    monkeypatch.setattr(layer_runner, "start_builds", lambda *args: builds.append(args))
+    monkeypatch.setattr(base, "share_kernels", kernels.share_kernels)
+    monkeypatch.setattr(base, "start_builds", lambda *args: builds.append(args))
     monkeypatch.setattr(kernels, "_chosen", [])
     impl.process_weights_after_loading(torch.bfloat16)
-    assert builds == [("auto", impl.runner.layout, 2, 1, PLAIN)]
+    assert builds == [("auto", TurboSource(impl.runner.layout, 2, 1, PLAIN))]
     assert calls == []
     assert impl.runner.kernels == impl.runner.kernels == "kernels"
     assert calls == builds

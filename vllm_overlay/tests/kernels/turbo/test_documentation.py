@@ -4,6 +4,7 @@
 
 import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.family import by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.keys.bias import set_key_offsets
-from vllm.v1.attention.ops.turbo.latent import choose as latent_choose
+from vllm.v1.attention.ops.turbo.latent.choose import LatentSource
 from vllm.v1.attention.ops.turbo.layer import launching
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.prefill import check_image_heads
@@ -278,9 +279,10 @@ def assigned(module: ModuleType, name: str) -> list[str]:
 
 def returned(function: Callable) -> list[str]:
     """The messages that a function may return."""
+    source = textwrap.dedent(inspect.getsource(function))
     returns = [
         node.value
-        for node in ast.walk(ast.parse(inspect.getsource(function)))
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Return)
     ]
     found = [template(value) for value in returns if value is not None]
@@ -289,9 +291,9 @@ def returned(function: Callable) -> list[str]:
 
 def test_every_lack_of_cuda_kernels_is_documented():
     reasons = [
-        *returned(kernels.cuda_unsupported_reason),
+        *returned(kernels.TurboSource.unsupported_reason),
         *(x.replace("<title>", DECODE.title) for x in returned(by_head_size)),
-        *returned(latent_choose.cuda_unsupported_reason),
+        *returned(LatentSource.unsupported_reason),
         *returned(latent_decode.unsupported_reason),
         *returned(kernels.refusal_of_other_ranks),
         *assigned(launching, "reason"),

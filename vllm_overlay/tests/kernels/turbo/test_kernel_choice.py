@@ -49,7 +49,8 @@ def fail(monkeypatch, message: str) -> None:
 def make_gpu_impl(config: VllmConfig) -> TurboAttentionImpl:
     """An implementation that has chosen kernels, even on a CPU."""
     impl = make_impl(config)
-    impl.runner.chosen_kernels = kernels.share_kernels("auto", impl.runner.layout, 2)
+    source = kernels.TurboSource(impl.runner.layout, 2)
+    impl.runner.chosen_kernels = kernels.share_kernels("auto", source)
     if not ON_GPU:
         impl.runner.flash_attn = FLASH_ATTN
     return impl

@@ -13,7 +13,7 @@ from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.ops.turbo import interface, reference
-from vllm.v1.attention.ops.turbo.choose import choose_kernels
+from vllm.v1.attention.ops.turbo.choose import TurboSource, choose_kernels
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.keys.offset import (
     digest,
@@ -210,9 +210,8 @@ def test_a_piece_has_tokens_of_one_segment(piece_tokens):
 def test_kernels_write_the_golden_bytes_with_an_offset(name, head_size, path):
     layout = TurboFormat.from_cache_dtype(name, head_size)
     try:
-        kernels = choose_kernels(
-            path, layout, 4, variant=interface.Variant(key_offset=True)
-        )
+        variant = interface.Variant(key_offset=True)
+        kernels = choose_kernels(path, TurboSource(layout, 4, variant=variant))
     except ValueError as error:
         pytest.skip(str(error))
     found = stored_with_offset(layout, kernels.store, DEVICE)

@@ -3,7 +3,6 @@
 """The choice of kernels for MLA, the modules built for them, and refused launches."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.mla import turbo_mla
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLAImpl
+from vllm.v1.attention.ops.turbo import choose
 from vllm.v1.attention.ops.turbo.cuda import family as cuda_family
 from vllm.v1.attention.ops.turbo.cuda import latent_decode, latent_gather, latent_store
 from vllm.v1.attention.ops.turbo.cuda.build import LaunchRefused
@@ -33,10 +33,12 @@ from vllm.v1.attention.ops.turbo.cuda.latent_plans import plan_for, plans_of
 from vllm.v1.attention.ops.turbo.cuda.latent_store import LATENT_STORE
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS
 from vllm.v1.attention.ops.turbo.interface import CUDA, TRITON
-from vllm.v1.attention.ops.turbo.latent import choose as kernels
+from vllm.v1.attention.ops.turbo.latent import choose as latent_choose
 from vllm.v1.attention.ops.turbo.latent import warm_up as latent_warm_up
+from vllm.v1.attention.ops.turbo.latent.choose import LatentSource
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
 from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner
+from vllm.v1.attention.ops.turbo.layer.launching import warm_up
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from .build_utils import TIMEOUT_S
@@ -45,9 +47,10 @@ from .mla_utils import make_mla_config, make_mla_layer
 from .utils import DEVICE, FP16, ON_GPU, requires_triton
 
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
+SOURCE = LatentSource(LAYOUT, 16, 1)
 GPU = torch.device("cuda", 0)
 REFUSED = "no kernel image is available for execution on the device"
-CUDA_BUILD_ERROR = kernels.cuda_build_error
+CUDA_BUILD_ERROR = choose.cuda_build_error
 
 cpu_layers = pytest.mark.skipif(ON_GPU, reason="the tests' layers are for CPUs")
 
@@ -68,20 +71,23 @@ class Device(Platform):
         return DeviceCapability(*self.capability)
 
 
+def set_device(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None
+) -> None:
+    """Have the choice see a GPU of a compute capability, or none."""
+    for module in (choose, latent_choose):
+        monkeypatch.setattr(module, "current_platform", Device(capability))
+
+
 @pytest.fixture
 def config(rank_config: VllmConfig, folder: Path) -> VllmConfig:
     return make_mla_config(folder, "turbo4", FP16)
 
 
 @pytest.fixture
-def hopper(nothing_chosen: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper(nothing_chosen: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process with a Hopper GPU, whose kernels can be built."""
-    monkeypatch.setattr(kernels, "current_platform", Device((9, 0)))
-    monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: None)
-    monkeypatch.setattr(latent_warm_up, "_warm", set())
-    kernels.share_latent_kernels.cache_clear()
-    yield
-    kernels.share_latent_kernels.cache_clear()
+    set_device(monkeypatch, (9, 0))
 
 
 def refuse_launch(*args: object) -> None:
@@ -94,11 +100,11 @@ def refuse_launch(*args: object) -> None:
     [(None, "need an NVIDIA GPU"), ((7, 5), "before compute capability 8.0")],
 )
 def test_triton_serves_where_cuda_cannot(hopper, monkeypatch, capability, words):
-    monkeypatch.setattr(kernels, "current_platform", Device(capability))
-    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
+    set_device(monkeypatch, capability)
+    chosen = choose.share_kernels("auto", SOURCE).kernels
     assert chosen.name == TRITON and words in chosen.reason
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{words}"):
-        kernels.share_latent_kernels("cuda", LAYOUT, 16, 1)
+        choose.share_kernels("cuda", SOURCE)
 
 
 @requires_triton
@@ -106,7 +112,7 @@ def test_triton_serves_where_cuda_cannot(hopper, monkeypatch, capability, words)
 def test_triton_decodes_pages_that_cuda_stores(hopper, choice):
     """CUDA has no decode kernel for codes of three bits."""
     layout = LatentFormat.from_cache_dtype("turbo3", 576)
-    chosen = kernels.share_latent_kernels(choice, layout, 16, 1).kernels
+    chosen = choose.share_kernels(choice, LatentSource(layout, 16, 1)).kernels
     assert chosen.name == CUDA and "Triton's decode turbo3" in chosen.reason
     assert chosen.store is latent_store.store and chosen.gather is latent_gather.gather
     triton = TritonLatentKernels()
@@ -118,26 +124,26 @@ def test_triton_decodes_pages_that_cuda_stores(hopper, choice):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_cuda_serves_where_it_can(hopper, monkeypatch, capability):
-    monkeypatch.setattr(kernels, "current_platform", Device(capability))
-    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
+    set_device(monkeypatch, capability)
+    chosen = choose.share_kernels("auto", SOURCE).kernels
     assert chosen.name == CUDA
     assert chosen.decode_attention is latent_decode.decode_attention
-    assert kernels.share_latent_kernels("triton", LAYOUT, 16, 1).kernels.name == TRITON
-    kernels.share_latent_kernels.cache_clear()
-    monkeypatch.setattr(kernels, "cuda_build_error", lambda *args: "no nvcc")
-    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
+    assert choose.share_kernels("triton", SOURCE).kernels.name == TRITON
+    choose.share_kernels.cache_clear()
+    monkeypatch.setattr(choose, "cuda_build_error", lambda *args: "no nvcc")
+    chosen = choose.share_kernels("auto", SOURCE).kernels
     assert chosen.name == TRITON
     with pytest.raises(ValueError, match="no nvcc"):
-        kernels.share_latent_kernels("cuda", LAYOUT, 16, 1)
+        choose.share_kernels("cuda", SOURCE)
 
 
 @requires_triton
 @cpu_layers
 def test_a_refused_launch_falls_back_for_all_layers(hopper, monkeypatch, config):
     monkeypatch.setattr(
-        kernels,
-        "cuda_latent_kernels",
-        lambda layout, reason: TritonLatentKernels(reason)._replace(
+        LatentSource,
+        "cuda",
+        lambda _, reason: TritonLatentKernels(reason)._replace(
             store=refuse_launch, name=CUDA
         ),
     )
@@ -145,12 +151,13 @@ def test_a_refused_launch_falls_back_for_all_layers(hopper, monkeypatch, config)
     runners = [make_mla_layer(config).impl.runner for _ in range(2)]
     for runner in runners:
         # Set here, because layers on a CPU choose none.
-        runner.chosen_kernels = kernels.share_latent_kernels("auto", LAYOUT, 4, 1)
+        runner.chosen_kernels = choose.share_kernels("auto", LatentSource(LAYOUT, 4, 1))
         assert runner.kernels.name == CUDA
-    latent_warm_up.warm_up(runners[1], DEVICE)
+    warm_up(runners[1], DEVICE, latent_warm_up.run_kernels)
     for runner in runners:
         assert runner.kernels.name == TRITON and REFUSED in runner.kernels.reason
-    assert kernels.share_latent_kernels("auto", LAYOUT, 5, 1).kernels.name == TRITON
+    chosen = choose.share_kernels("auto", LatentSource(LAYOUT, 5, 1)).kernels
+    assert chosen.name == TRITON
 
 
 @requires_triton
@@ -162,7 +169,7 @@ def test_a_refused_launch_is_an_error_with_turbo_kernel_cuda(
     runner.kernels = TritonLatentKernels()._replace(store=refuse_launch, name=CUDA)
     runner.kernel_choice = "cuda"
     with pytest.raises(ValueError, match=f"turbo_kernel=cuda cannot.*{REFUSED}"):
-        latent_warm_up.warm_up(runner, DEVICE)
+        warm_up(runner, DEVICE, latent_warm_up.run_kernels)
 
 
 @requires_triton
@@ -175,16 +182,16 @@ def test_builds_go_on_until_kernels_are_asked_for(hopper, monkeypatch):
         return [ServingModule("kernel", lambda: may_end.wait(TIMEOUT_S), None)]
 
     monkeypatch.setattr(cuda_family, "modules_for", modules)
-    monkeypatch.setattr(kernels, "cuda_build_error", CUDA_BUILD_ERROR)
-    kernels.cuda_builds.cache_clear()
-    kernels.start_latent_builds("triton", LAYOUT, 16, 1)
+    monkeypatch.setattr(choose, "cuda_build_error", CUDA_BUILD_ERROR)
+    choose.cuda_builds.cache_clear()
+    choose.start_builds("triton", SOURCE)
     assert asked == []
-    kernels.start_latent_builds("auto", LAYOUT, 16, 1)
+    choose.start_builds("auto", SOURCE)
     assert asked == [(LATENT_FAMILIES, LAYOUT, Demand(16, 1))]
     may_end.set()
-    chosen = kernels.share_latent_kernels("auto", LAYOUT, 16, 1).kernels
+    chosen = choose.share_kernels("auto", SOURCE).kernels
     assert chosen.name == CUDA and len(asked) == 1
-    kernels.cuda_builds.cache_clear()
+    choose.cuda_builds.cache_clear()
 
 
 @cpu_layers

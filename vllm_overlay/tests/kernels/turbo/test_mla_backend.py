@@ -17,7 +17,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
-from vllm.v1.attention.ops.turbo.latent.choose import triton_latent_kernels
 from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 from vllm.v1.attention.ops.turbo.latent.runner import (
     MAX_ABSORBED_LEN,
@@ -28,6 +27,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import MAX_CALL_TOKENS
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.attention.ops.turbo.serving.format_id import with_format_ids
 from vllm.v1.attention.ops.turbo.serving.startup import describe_latent_cache
+from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.worker.utils import customize_attention_spec
 from vllm.v1.worker.workspace import lock_workspace
@@ -111,7 +111,7 @@ def test_triton_kernels(folder, name, mode):
     batch = MLABatch.make(layer, BATCHES["mixed"])
     metadata = make_mla_builder(config, layer).build(0, batch.common)
     expected, before = batch.run(config, metadata), batch.cache.clone()
-    layer.impl.runner.kernels = triton_latent_kernels()
+    layer.impl.runner.kernels = TritonLatentKernels()
     batch.cache.copy_(MLABatch.make(layer, BATCHES["mixed"]).cache)
     metadata = make_mla_builder(config, layer).build(0, batch.common)
     output = batch.run(config, metadata)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.choose import triton_kernels
+from vllm.v1.attention.ops.turbo.layer import launching
 from vllm.v1.attention.ops.turbo.layer import warm_up as module
 from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn
 from vllm.v1.attention.ops.turbo.layer.warm_up import small_step
@@ -34,7 +35,7 @@ from .utils import DEVICE, FP16, ON_GPU, requires_triton
 @pytest.fixture
 def profiled(monkeypatch: pytest.MonkeyPatch, workspace: None) -> None:
     """The workspace as in the profile run, and nothing is warm."""
-    monkeypatch.setattr(module, "_warm", set())
+    monkeypatch.setattr(launching, "_warm", set())
 
 
 def profile(impl, monkeypatch: pytest.MonkeyPatch) -> list:

@@ -35,8 +35,9 @@ from vllm.v1.attention.ops.turbo.keys.offset import may_add_key_bias
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
 from vllm.v1.attention.ops.turbo.layer.forward import forward
+from vllm.v1.attention.ops.turbo.layer.launching import warm_up
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
-from vllm.v1.attention.ops.turbo.layer.warm_up import warm_up
+from vllm.v1.attention.ops.turbo.layer.warm_up import run_kernels
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.serving.backend import TurboPagesBackend
@@ -323,7 +324,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         if attn_metadata is None:
             if self.runner.kernels is not None and is_workspace_manager_initialized():
                 self.runner.reserve(query.device)
-                warm_up(self.runner, query.device)
+                warm_up(self.runner, query.device, run_kernels)
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
         query = query[:num_tokens]

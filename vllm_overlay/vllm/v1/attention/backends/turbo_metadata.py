@@ -18,8 +18,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.attention.ops.turbo import reasons, refusals
+from vllm.v1.attention.ops.turbo.layer.base import num_draft_slots
 from vllm.v1.attention.ops.turbo.layer.prefill_planner import prefill_planner
-from vllm.v1.attention.ops.turbo.layer.runner import num_draft_slots
 from vllm.v1.attention.ops.turbo.planning.decode import find_extends
 from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlanner
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import PrefillPlan, Span

@@ -34,7 +34,8 @@ from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS, LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner
-from vllm.v1.attention.ops.turbo.latent.warm_up import warm_up
+from vllm.v1.attention.ops.turbo.latent.warm_up import run_kernels
+from vllm.v1.attention.ops.turbo.layer.launching import warm_up
 from vllm.v1.attention.ops.turbo.layer.scratch import take_scratch
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.reference import latent as reference
@@ -213,7 +214,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         _ = torch.empty(more, dtype=runner.shape.dtype, device=device)
         if is_workspace_manager_initialized():
             runner.reserve(device)
-            warm_up(runner, device)
+            warm_up(runner, device, run_kernels)
 
     def do_kv_cache_update(
         self,
@@ -294,7 +295,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             chunk.num_context_tokens,
             chunk.starts,
         )
-        self.runner.kernels.gather(call)
+        self.runner.entry_points.gather(call)
 
     def forward_mha(  # type: ignore[override]
         self,
@@ -349,5 +350,5 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             num_tokens,
             None if context is None else context.context_lens,
         )
-        self.runner.kernels.gather(call)
+        self.runner.entry_points.gather(call)
         return rows

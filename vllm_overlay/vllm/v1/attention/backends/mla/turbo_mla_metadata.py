@@ -21,9 +21,9 @@ from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.latent.runner import (
     LatentRunner,
     absorbed_query_len,
-    decode_query_len,
     plan_spans,
 )
+from vllm.v1.attention.ops.turbo.layer.base import decode_query_len
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 from vllm.v1.attention.ops.turbo.serving.startup import log_turbo_cache

@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The choice of kernels, CUDA's or Triton's. Both read the same bytes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -60,7 +62,7 @@ def triton_kernels(reason: str = "") -> KernelSet:
 def cuda_kernels(
     layout: TurboFormat, reason: str = "", capability: int | None = None
 ) -> KernelSet:
-    """CUDA's kernels, for layouts without a ``cuda_unsupported_reason``.
+    """CUDA's kernels, for layouts that ``TurboSource`` does not refuse.
 
     Args:
         layout: The cache's format.
@@ -87,27 +89,34 @@ def current_capability() -> int | None:
     return None if capability is None else capability.to_int()
 
 
-def cuda_unsupported_reason(layout: TurboFormat) -> str | None:
-    """The reason why this device and layout have no CUDA kernels; None if they do."""
-    if not (current_platform.is_cuda() and current_platform.has_device_capability(80)):
-        return "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
-    from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
+class KernelSource(ABC, Generic[KernelsT]):
+    """CUDA's and Triton's kernels for a layer.
 
-    return DECODE.unsupported_reason(layout, current_capability())
+    Sources with equal fields are equal, and their layers share kernels and builds.
+    """
+
+    @abstractmethod
+    def unsupported_reason(self) -> str | None:
+        """Why the layer has no CUDA kernels on this device; None if it has them."""
+
+    @abstractmethod
+    def modules(self) -> list["ServingModule"]:
+        """The modules of CUDA kernels that serving may ask for."""
+
+    @abstractmethod
+    def cuda(self, reason: str) -> KernelsT:
+        """CUDA's kernels, which serve for a reason: a part of a sentence, for users."""
+
+    @abstractmethod
+    def triton(self, reason: str) -> KernelsT:
+        """Triton's kernels, likewise."""
 
 
-@cache
-def cuda_builds(
-    layout: TurboFormat,
-    num_queries_per_kv: int,
-    query_len: int = 1,
-    variant: Variant = PLAIN,
-) -> ModuleBuilds:
-    """Begin to build and load the CUDA kernels of a shape's layers, in parallel.
+@dataclass(frozen=True)
+class TurboSource(KernelSource[KernelSet]):
+    """The kernels for a layer with K and V.
 
-    The result is cached, so that a build fails only once for all layers.
-
-    Args:
+    Attributes:
         layout: The cache's format.
         num_queries_per_kv: Query heads a KV head.
         query_len: The most query tokens of a decode request.
@@ -115,60 +124,61 @@ def cuda_builds(
 
     """
 
-    def modules() -> list["ServingModule"]:
+    layout: TurboFormat
+    num_queries_per_kv: int
+    query_len: int = 1
+    variant: Variant = PLAIN
+
+    def unsupported_reason(self) -> str | None:
+        is_cuda = current_platform.is_cuda()
+        if not (is_cuda and current_platform.has_device_capability(80)):
+            return (
+                "the CUDA kernels need an NVIDIA GPU of compute capability 8.0 or later"
+            )
+        from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
+
+        return DECODE.unsupported_reason(self.layout, current_capability())
+
+    def modules(self) -> list["ServingModule"]:
         from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
         from vllm.v1.attention.ops.turbo.cuda.modules import FAMILIES
 
-        capability = current_capability()
-        most = max_extend_len(layout.head_size, num_queries_per_kv, capability)
-        demand = Demand(num_queries_per_kv, query_len, most, capability, variant)
-        return modules_for(FAMILIES, layout, demand)
+        capability, group = current_capability(), self.num_queries_per_kv
+        most = max_extend_len(self.layout.head_size, group, capability)
+        demand = Demand(group, self.query_len, most, capability, self.variant)
+        return modules_for(FAMILIES, self.layout, demand)
 
-    return ModuleBuilds(modules)
+    def cuda(self, reason: str) -> KernelSet:
+        return cuda_kernels(self.layout, reason, current_capability())
+
+    def triton(self, reason: str) -> KernelSet:
+        return triton_kernels(reason)
 
 
-def cuda_build_error(layout: TurboFormat, *more: Any) -> str | None:
-    """Build and load the CUDA kernels; the reason if that failed, else None.
+@cache
+def cuda_builds(source: KernelSource[Any]) -> ModuleBuilds:
+    """Begin to build and load the CUDA kernels of layers, in parallel.
 
-    Args:
-        layout: The cache's format.
-        more: The further arguments of ``cuda_builds``.
-
+    The result is cached, so that a build fails only once for all layers.
     """
-    return cuda_builds(layout, *more).error
+    return ModuleBuilds(source.modules)
 
 
-def start_builds(choice: str, layout: TurboFormat, *more: Any) -> None:
+def cuda_build_error(source: KernelSource[Any]) -> str | None:
+    """Build and load the CUDA kernels; the reason if that failed, else None."""
+    return cuda_builds(source).error
+
+
+def start_builds(choice: str, source: KernelSource[Any]) -> None:
     """Begin to build CUDA's kernels if ``choose_kernels`` will wait for them.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
-        layout: The cache's format.
-        more: The further arguments of ``cuda_builds``.
+        source: The kernels of the layer.
 
     """
-    start_to_build(
-        choice,
-        lambda: cuda_unsupported_reason(layout),
-        lambda: cuda_builds(layout, *more),
-    )
-
-
-def start_to_build(
-    choice: str,
-    unsupported_reason: Callable[[], str | None],
-    build: Callable[[], ModuleBuilds],
-) -> None:
-    """Begin to build CUDA's kernels if ``choose_between`` would wait for them.
-
-    Args:
-        choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
-        unsupported_reason: Gives the reason why there are no CUDA kernels, or None.
-        build: Begins to build CUDA's kernels.
-
-    """
-    if choice != "triton" and not _launch_refusal and not unsupported_reason():
-        build()
+    if choice != "triton" and not _launch_refusal and not source.unsupported_reason():
+        cuda_builds(source)
 
 
 def cuda_refusal(reason: str) -> str:
@@ -179,50 +189,12 @@ def cuda_refusal(reason: str) -> str:
     )
 
 
-def choose_kernels(
-    choice: str,
-    layout: TurboFormat,
-    num_queries_per_kv: int,
-    query_len: int = 1,
-    variant: Variant = PLAIN,
-) -> KernelSet:
-    """Choose and build the kernels of a layer, before the first request.
+def choose_kernels(choice: str, source: KernelSource[KernelsT]) -> KernelsT:
+    """Choose CUDA's kernels and build them, or Triton's, before the first request.
 
     Args:
         choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
-        layout: The cache's format.
-        num_queries_per_kv: Query heads a KV head.
-        query_len: The most query tokens of a decode request.
-        variant: The layer's variant.
-
-    Raises:
-        ValueError: If the user asks for CUDA's kernels and cannot have them.
-
-    """
-    return choose_between(
-        choice,
-        lambda: cuda_unsupported_reason(layout),
-        lambda: cuda_build_error(layout, num_queries_per_kv, query_len, variant),
-        lambda reason: cuda_kernels(layout, reason, current_capability()),
-        triton_kernels,
-    )
-
-
-def choose_between(
-    choice: str,
-    unsupported_reason: Callable[[], str | None],
-    build: Callable[[], str | None],
-    cuda: Callable[[str], KernelsT],
-    triton: Callable[[str], KernelsT],
-) -> KernelsT:
-    """CUDA's kernels, built, or Triton's.
-
-    Args:
-        choice: ``attention_config.turbo_kernel``: auto, cuda or triton.
-        unsupported_reason: Gives the reason why there are no CUDA kernels, or None.
-        build: Builds CUDA's kernels; returns the reason if that failed, else None.
-        cuda: Makes CUDA's kernels from a reason.
-        triton: Makes Triton's kernels from a reason.
+        source: The kernels of the layer.
 
     Raises:
         ValueError: If the user asks for CUDA's kernels and cannot have them.
@@ -230,39 +202,30 @@ def choose_between(
     """
     asked_for = f"turbo_kernel is {choice}"
     if choice == "triton":
-        return triton(asked_for)
-    unsupported = unsupported_reason() or _launch_refusal
-    error = None if unsupported else build()
+        return source.triton(asked_for)
+    unsupported = source.unsupported_reason() or _launch_refusal
+    error = None if unsupported else cuda_build_error(source)
     reason = unsupported or error
     if reason is None:
-        return cuda("they could be loaded" if choice == "auto" else asked_for)
+        return source.cuda("they could be loaded" if choice == "auto" else asked_for)
     if choice == "cuda":
         raise ValueError(cuda_refusal(reason))
     if unsupported:
-        return triton(unsupported)
+        return source.triton(unsupported)
     # A warning, because the CUDA kernels are faster and the user can get them here.
     logger.warning_once("Turbo KV cache: Triton kernels, because %s.", error)
-    return triton("the CUDA kernels could not be built")
+    return source.triton("the CUDA kernels could not be built")
 
 
 @cache
 def share_kernels(
-    choice: str,
-    layout: TurboFormat,
-    num_queries_per_kv: int,
-    query_len: int = 1,
-    variant: Variant = PLAIN,
-) -> ChosenKernels[KernelSet]:
-    """The choice of ``choose_kernels``, for a shape's layers and their builders."""
-    kernels = choose_kernels(choice, layout, num_queries_per_kv, query_len, variant)
-    return may_fall_back(kernels, triton_kernels)
-
-
-def may_fall_back(
-    kernels: KernelsT, triton: Callable[[str], KernelsT]
+    choice: str, source: KernelSource[KernelsT]
 ) -> ChosenKernels[KernelsT]:
-    """Register kernels that ``fall_back_to_triton`` replaces with Triton's."""
-    chosen = ChosenKernels(kernels, triton)
+    """The choice of ``choose_kernels``, for a shape's layers and their builders.
+
+    ``fall_back_to_triton`` may replace it.
+    """
+    chosen = ChosenKernels(choose_kernels(choice, source), source.triton)
     _chosen.append(chosen)
     return chosen
 

@@ -12,7 +12,7 @@ from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
 from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 
 # Names of the sets of kernels, for users.
-CUDA, TRITON = "CUDA", "Triton"
+CUDA, TRITON, TORCH = "CUDA", "Triton", "PyTorch"
 # Scores are in base 2.
 LOG2_E = 1.4426950408889634
 # The most splits of a sequence; it bounds the number of partial results.

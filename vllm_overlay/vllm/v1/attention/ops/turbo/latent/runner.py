@@ -3,27 +3,20 @@
 """An MLA layer at work: its kernels, the calls of a step, and scratch."""
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
-from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.ops.turbo.choose import ChosenKernels
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
     Partials,
     TensorSpecs,
 )
-from vllm.v1.attention.ops.turbo.latent.choose import (
-    share_latent_kernels,
-    start_latent_builds,
-)
+from vllm.v1.attention.ops.turbo.latent.choose import LatentSource
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import LatentCall, LatentStoreCall
 from vllm.v1.attention.ops.turbo.latent.kernels import LatentKernels
-from vllm.v1.attention.ops.turbo.layer.runner import decode_query_len
+from vllm.v1.attention.ops.turbo.layer.base import Runner, decode_query_len
 from vllm.v1.attention.ops.turbo.layer.scratch import take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
@@ -31,7 +24,7 @@ from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlanner,
 )
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
-from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_bytes
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 # The most query tokens with which a request attends to packed pages with absorbed
 # weights. With more, it is faster to project the whole context up once. This takes
@@ -116,22 +109,14 @@ def plan_spans(
     return spans
 
 
-class LatentRunner:
-    """Stores and attends for one MLA layer, with the kernels that were chosen for it.
+class LatentRunner(Runner[LatentKernels]):
+    """One MLA layer, which stores and attends.
 
     Attributes:
-        shape: Query heads, one KV head, the latent's size and the model's dtype.
         scale: Softmax scale.
         layout: The cache's format.
-        stored: Whether prefilled tokens also see each other as they are stored.
-        kernel_choice: ``attention_config.turbo_kernel``.
         decode_len: The most query tokens of a decode request.
         max_query_len: The most query tokens of a request that attends to packed pages.
-        max_num_seqs: The most requests of a step.
-        max_num_tokens: The most query tokens of a step.
-        cache_config: vLLM's ``CacheConfig``, whose block size may be set after the
-            layers are made.
-        num_sms: Multiprocessors of the GPU.
 
     """
 
@@ -142,63 +127,33 @@ class LatentRunner:
         layout: LatentFormat,
         vllm_config: VllmConfig,
     ) -> None:
-        self.shape = shape
+        super().__init__(shape, vllm_config)
         self.scale = scale
         self.layout = layout
-        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
-        self.kernel_choice = vllm_config.attention_config.turbo_kernel
         self.decode_len = decode_query_len(vllm_config)
         self.max_query_len = absorbed_query_len(vllm_config)
-        self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self.cache_config = vllm_config.cache_config
-        self.num_sms = 1
-        if not current_platform.is_cpu():
-            device = torch.accelerator.current_device_index()
-            self.num_sms = num_compute_units(device)
 
-    def start_builds(self) -> None:
-        """Begin to build the kernels; ``chosen_kernels`` waits for their end."""
-        if not current_platform.is_cpu():
-            start_latent_builds(
-                self.kernel_choice,
-                self.layout,
-                self.shape.num_heads,
-                self.max_query_len,
-            )
+    @property
+    def source(self) -> LatentSource:
+        return LatentSource(self.layout, self.shape.num_heads, self.max_query_len)
 
-    @cached_property
-    def chosen_kernels(self) -> ChosenKernels[LatentKernels]:
-        """The kernels, shared by layers of a shape. This may build them."""
-        return share_latent_kernels(
-            self.kernel_choice, self.layout, self.shape.num_heads, self.max_query_len
+    @property
+    def launch_key(self) -> tuple[object, ...]:
+        return (
+            self.shape,
+            self.layout,
+            self.kernel_choice,
+            self.decode_len,
+            self.max_query_len,
+            self.max_num_tokens,
         )
-
-    @property
-    def kernels(self) -> LatentKernels:
-        """The kernels that store and attend."""
-        kernels = self.chosen_kernels.kernels
-        assert kernels is not None
-        return kernels
-
-    @kernels.setter
-    def kernels(self, kernels: LatentKernels) -> None:
-        """Use these kernels for this layer alone."""
-        self.chosen_kernels = ChosenKernels(kernels)
-
-    @property
-    def kernels_used(self) -> str:
-        """The kernels that store and decode, and the reason, for users."""
-        if current_platform.is_cpu():
-            return "PyTorch's operators, because this is a CPU"
-        return f"{self.kernels.name} kernels, because {self.kernels.reason}"
 
     def num_splits(
         self, num_seqs: int, num_kv_heads: int, num_sms: int, query_len: int = 1
     ) -> int:
         """A ``SplitsFn``: splits of a sequence that attention asks for."""
         heads = self.shape.num_heads
-        return self.kernels.num_decode_splits(num_seqs, heads, num_sms, query_len)
+        return self.entry_points.num_decode_splits(num_seqs, heads, num_sms, query_len)
 
     def plan(
         self,
@@ -243,7 +198,7 @@ class LatentRunner:
                 query_rope[own] if self.layout.rope else None,
             )
             partials = Partials(*(tensor[:count] for tensor in scratch))
-            self.kernels.decode_attention(call, partials)
+            self.entry_points.decode_attention(call, partials)
 
     def store(
         self,
@@ -255,7 +210,7 @@ class LatentRunner:
         """Store tokens: see ``LatentStoreCall``."""
         rope = k_pe if self.layout.rope else None
         call = LatentStoreCall(kv_cache, slot_mapping, kv_c, rope, self.layout)
-        self.kernels.store(call)
+        self.entry_points.store(call)
 
     def partials_specs(self, num_partials: int) -> TensorSpecs:
         """Shapes and dtypes of the results of splits."""
@@ -283,21 +238,6 @@ class LatentRunner:
         """The most query tokens of a step that attend to packed pages."""
         return min(self.max_num_tokens, self.max_num_seqs * self.max_query_len)
 
-    def _largest_scratch(self) -> list[TensorSpecs]:
-        """The largest tensors of each request to the workspace, over all steps."""
+    def largest_scratch(self) -> list[TensorSpecs]:
         own = self.rows_specs(self.max_num_tokens if self.stored else 0)
         return [self.partials_specs(self.max_partials), own]
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of scratch memory that the profile run reserves."""
-        if current_platform.is_cpu():
-            return 0
-        return max(map(num_bytes, self._largest_scratch()))
-
-    def reserve(self, device: torch.device) -> None:
-        """Allocate the largest step's scratch, and tensors that kernels keep."""
-        for specs in self._largest_scratch():
-            take_scratch(specs, device)
-        # Made here, and not in the memory pool of a CUDA graph.
-        self.kernels.make_matrices(self.layout.rank, device)

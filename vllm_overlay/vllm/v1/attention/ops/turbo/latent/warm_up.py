@@ -8,12 +8,9 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS
 from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.latent.runner import LatentRunner, plan_spans
-from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 
 # Cached tokens before the query tokens.
 _CONTEXT = 16
-# Keys of layers whose kernels have run in this process.
-_warm: set[tuple[object, ...]] = set()
 
 
 def batches(runner: LatentRunner) -> list[list[int]]:
@@ -67,7 +64,7 @@ def _run_attention(
         num_tokens,
         torch.zeros(num_seqs, dtype=torch.int32, device=device),
     )
-    runner.kernels.gather(call)
+    runner.entry_points.gather(call)
 
 
 def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) -> None:
@@ -80,7 +77,7 @@ def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) ->
     runner.store(kv_cache, slots, latent, rope)
 
 
-def _run_kernels(runner: LatentRunner, device: torch.device) -> None:
+def run_kernels(runner: LatentRunner, device: torch.device) -> None:
     """Launch each kernel of a layer, with zeros."""
     block_size = runner.cache_config.block_size or 1
     block_size = cdiv(block_size, TILE_TOKENS) * TILE_TOKENS
@@ -89,30 +86,6 @@ def _run_kernels(runner: LatentRunner, device: torch.device) -> None:
     kv_cache = torch.zeros(pages, dtype=torch.uint8, device=device)
     for query_lens in batches(runner):
         _run_attention(runner, kv_cache, query_lens)
-    for num_tokens in runner.kernels.store_sizes(runner.layout):
+    for num_tokens in runner.entry_points.store_sizes(runner.layout):
         if num_tokens <= runner.max_num_tokens:
             _run_store(runner, kv_cache, num_tokens)
-
-
-def warm_up(runner: LatentRunner, device: torch.device) -> None:
-    """Run a layer's kernels, unless a layer of the same shape has run.
-
-    The workspace has to be reserved before.
-
-    Raises:
-        ValueError: If the user asks for CUDA's kernels and they are refused.
-
-    """
-    key = (
-        runner.shape,
-        runner.layout,
-        runner.kernel_choice,
-        runner.decode_len,
-        runner.max_query_len,
-        runner.max_num_tokens,
-        device,
-    )
-    if key in _warm:
-        return
-    run_on_all_ranks(runner, lambda: _run_kernels(runner, device))
-    _warm.add(key)

@@ -86,9 +86,8 @@ def _store_and_decode(
 
     No token is stored if the layer reads another's cache.
     """
-    kernels, scoring = runner.kernels, runner.scoring
+    kernels, scoring = runner.entry_points, runner.scoring
     plan = step.decode_plans[runner.context_shape]
-    assert kernels is not None
     scratch = step.decode_scratch.get(runner.context_shape)
     if scratch is None:
         # All layers of this shape share it in a step.
@@ -183,8 +182,7 @@ def _attend(
         scratch: The step's scratch.
 
     """
-    kernels = runner.kernels
-    assert kernels is not None
+    kernels = runner.entry_points
     if planned.ends_in_outputs:
         assert kernels.extend_outputs and scratch.outputs
         kernels.extend_outputs(call._replace(tail=None), scratch.outputs)
@@ -215,7 +213,7 @@ def _attend_with_others(
     Each rank merges its splits, and a collective joins the ranks' results. The joined
     result is then merged with the query tokens, as a single split.
     """
-    assert runner.context_parallel is not None and runner.kernels is not None
+    assert runner.context_parallel is not None
     slots = call.batch.num_query_slots
     part, lse = scratch.output[:slots], scratch.lse[:slots]
     # A rank's part has neither the query tokens nor the sinks.
@@ -225,4 +223,5 @@ def _attend_with_others(
     )
     attend(query, own_part, partials)
     part, lse = runner.context_parallel.reduce(part, lse, is_lse_base_on_e=False)
-    runner.kernels.merge_splits(Partials(part, lse), call._replace(tail=None))
+    merge_splits = runner.entry_points.merge_splits
+    merge_splits(Partials(part, lse), call._replace(tail=None))

@@ -3,27 +3,21 @@
 """A layer at work: its kernels, its scoring and the limits of its steps."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.backend import max_decode_query_len
-from vllm.v1.attention.ops.turbo.choose import (
-    ChosenKernels,
-    current_capability,
-    share_kernels,
-    start_builds,
-)
+from vllm.v1.attention.ops.turbo.choose import TurboSource, current_capability
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import Scoring, TensorSpecs, Variant
+from vllm.v1.attention.ops.turbo.interface import Scoring, TensorSpecs
+from vllm.v1.attention.ops.turbo.layer.base import Runner, decode_query_len
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
 from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
-from vllm.v1.attention.ops.turbo.layer.scratch import LayerScratch, take_scratch
+from vllm.v1.attention.ops.turbo.layer.scratch import LayerScratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     MAX_EXTEND_TOKENS,
@@ -41,46 +35,24 @@ from vllm.v1.attention.ops.turbo.planning.prefill import (
     PrefillLimits,
     prefill_limits,
 )
-from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape, num_bytes
+from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.keys.bias import KeyBias
 
 
-def num_draft_slots(vllm_config: VllmConfig) -> int:
-    """Query tokens of a request that a drafter's first pass adds to the last step's.
-
-    That pass takes all query tokens of the step before it, rejected ones included.
-    """
-    speculative = vllm_config.speculative_config
-    return 0 if speculative is None else speculative.max_num_new_slots_for_drafting
-
-
-def decode_query_len(vllm_config: VllmConfig) -> int:
-    """The most query tokens of a decode request, also in drafters."""
-    return max_decode_query_len(vllm_config) + num_draft_slots(vllm_config)
-
-
-class TurboRunner:
-    """One layer, with the kernels that were chosen for it; ``forward`` runs them.
+class TurboRunner(Runner[KernelSet]):
+    """One layer with K and V, whose kernels ``forward`` runs.
 
     Attributes:
-        shape: Heads, head size and dtype.
         layout: The cache's format.
         scoring: How the layer scores keys; ``set_key_offset`` replaces the offset.
             Loading weights sets the sinks' numbers in place.
-        stored: Whether query tokens are also read from the cache.
         all_stored: Whether layers that store also read query tokens from the cache.
-        kernel_choice: ``attention_config.turbo_kernel``.
-        max_num_seqs: The most requests of a step.
         states_per_token: Tokens that the layer stores for each token of a request.
-        max_num_tokens: The most query tokens of a step.
         max_query_len: The most query tokens of a decode request, also in drafters.
         has_spans: Whether tokens may see later ones, as an image's do.
         capability: The GPU's compute capability, such as 90; None for none.
-        num_sms: Multiprocessors of the GPU.
-        cache_config: vLLM's ``CacheConfig``, whose block size may be set after the
-            layers are made.
         prefill_limits: The bounds of a prefill's scratch.
         flash_attn: The function that attends in prefills; None on a CPU.
         tail_wanted: The most tokens of a tail; zero for none.
@@ -104,7 +76,8 @@ class TurboRunner:
         states_per_token: int = 1,
         context_parallel: ContextParallel | None = None,
     ) -> None:
-        self.shape = self.context_shape = shape
+        super().__init__(shape, vllm_config)
+        self.context_shape = shape
         self.context_parallel = context_parallel
         if context_parallel is not None:
             # All ranks have the same KV head, so their query heads are in order.
@@ -112,15 +85,10 @@ class TurboRunner:
             num_heads = context_parallel.size * shape.num_heads
             self.context_shape = shape._replace(num_heads=num_heads)
         self.layout = layout
-        self.stored = vllm_config.attention_config.turbo_prefill == "stored"
         self.all_stored = self.stored
-        self.kernel_choice = vllm_config.attention_config.turbo_kernel
-        scheduler_config = vllm_config.scheduler_config
-        self.max_num_seqs = scheduler_config.max_num_seqs
         self.states_per_token = states_per_token
-        self.max_num_tokens = states_per_token * scheduler_config.max_num_batched_tokens
+        self.max_num_tokens *= states_per_token
         self.max_query_len = states_per_token * decode_query_len(vllm_config)
-        self.cache_config = vllm_config.cache_config
         model_config = vllm_config.model_config
         self.has_spans = (
             model_config is not None
@@ -136,11 +104,8 @@ class TurboRunner:
         self.tail_wanted = tail_wanted
         self.shares_cache = False
         self.capability = current_capability()
-        self.num_sms = 1
         self.flash_attn = None
         if not current_platform.is_cpu():
-            device = torch.accelerator.current_device_index()
-            self.num_sms = num_compute_units(device)
             self.flash_attn = get_flash_attn(shape.head_size)
 
     def share_cache(self) -> None:
@@ -174,39 +139,26 @@ class TurboRunner:
         self.scoring = self.scoring._replace(key_offset=offset)
 
     @property
-    def _kernel_arguments(self) -> tuple[int, int, Variant]:
-        """The arguments of ``choose_kernels`` after the choice and the layout."""
+    def source(self) -> TurboSource:
         variant = self.scoring.variant(self.tail_wanted > 0)
-        return self.context_shape.num_queries_per_kv, self.max_query_len, variant
-
-    def start_builds(self) -> None:
-        """Begin to build the kernels; ``chosen_kernels`` waits for their end."""
-        if not current_platform.is_cpu():
-            start_builds(self.kernel_choice, self.layout, *self._kernel_arguments)
-
-    @cached_property
-    def chosen_kernels(self) -> ChosenKernels[KernelSet]:
-        """The kernels, shared by layers of a shape. This may build them."""
-        if current_platform.is_cpu():
-            return ChosenKernels(None)
-        return share_kernels(self.kernel_choice, self.layout, *self._kernel_arguments)
+        group = self.context_shape.num_queries_per_kv
+        return TurboSource(self.layout, group, self.max_query_len, variant)
 
     @property
-    def kernels(self) -> KernelSet | None:
-        """The kernels that store and attend; None if PyTorch does."""
-        return self.chosen_kernels.kernels
-
-    @kernels.setter
-    def kernels(self, kernels: KernelSet | None) -> None:
-        """Use these kernels for this layer alone."""
-        self.chosen_kernels = ChosenKernels(kernels)
-
-    @property
-    def kernels_used(self) -> str:
-        """The kernels that store and decode, and the reason, for users."""
-        if self.kernels is None:
-            return "PyTorch's operators, because this is a CPU"
-        return f"{self.kernels.name} kernels, because {self.kernels.reason}"
+    def launch_key(self) -> tuple[object, ...]:
+        return (
+            self.shape,
+            self.context_shape,
+            self.layout,
+            self.stored,
+            self.shares_cache,
+            self.has_spans,
+            self.kernel_choice,
+            *(value is not None for value in self.scoring),
+            self.scoring.sliding_window,
+            self.tail_wanted > 0,
+            self.max_query_len,
+        )
 
     @property
     def max_extend_len(self) -> int:
@@ -310,35 +262,18 @@ class TurboRunner:
     @property
     def scratch(self) -> LayerScratch:
         """The sizes of the layer that its scratch follows from."""
-        assert self.kernels is not None
         return LayerScratch(
             self.shape,
             self.context_shape,
             self.context_parallel is not None,
             self.prefill_limits.piece_tokens,
             partial(
-                self.kernels.output_scratch,
+                self.entry_points.output_scratch,
                 self.layout,
                 self.shape.num_kv_heads,
                 self.num_sms,
             ),
         )
 
-    def _largest_scratch(self) -> list[TensorSpecs]:
-        """The largest tensors of each request to the workspace, over all steps."""
+    def largest_scratch(self) -> list[TensorSpecs]:
         return self.scratch.largest(self.largest_batch, self.max_slice_tokens)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of scratch memory that the profile run reserves."""
-        if self.kernels is None:
-            return 0
-        return max(map(num_bytes, self._largest_scratch()))
-
-    def reserve(self, device: torch.device) -> None:
-        """Allocate the largest step's scratch, and tensors that kernels keep."""
-        assert self.kernels is not None
-        for specs in self._largest_scratch():
-            take_scratch(specs, device)
-        # Made here, and not in the memory pool of a CUDA graph.
-        self.kernels.make_matrices(self.shape.head_size, device)

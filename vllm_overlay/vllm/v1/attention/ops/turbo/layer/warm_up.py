@@ -19,7 +19,6 @@ from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
 from vllm.v1.attention.ops.turbo.interface import KeyOffset, RotatedQuery, StoreCall
 from vllm.v1.attention.ops.turbo.layer.forward import forward
 from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
-from vllm.v1.attention.ops.turbo.layer.launching import run_on_all_ranks
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
 from vllm.v1.attention.ops.turbo.planning.prefill import PrefillPlanner
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
@@ -39,8 +38,6 @@ _PREFILL_LENS = (_QUERY_LEN, 65, 641)
 # The most queries of a thread block of FlashAttention. With one such block for each
 # multiprocessor it splits nothing.
 _FLASH_ATTN_QUERIES = 192
-# Keys of layers whose kernels have run in this process.
-_warm: set[tuple[object, ...]] = set()
 
 
 def small_step(
@@ -153,9 +150,9 @@ def steps(runner: TurboRunner, block_size: int, device: torch.device) -> list[St
         # CUDA's kernels have an instance for few queries, and one for many.
         found += [make(1, extend_len=n) for n in sorted({1, runner.max_extend_len})]
     if runner.extends_to_outputs:
-        assert runner.kernels is not None
         group = runner.context_shape.num_queries_per_kv
-        lens = runner.kernels.output_lens(runner.layout, group, runner.max_extend_len)
+        sizes = runner.layout, group, runner.max_extend_len
+        lens = runner.entry_points.output_lens(*sizes)
         found += [make(1, extend_len=n, to_outputs=True) for n in lens]
     return found
 
@@ -216,10 +213,9 @@ def _run_store(
     )
 
 
-def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
+def run_kernels(runner: TurboRunner, device: torch.device) -> None:
     """Launch each kernel of a layer, with zeros."""
-    kernels, shape = runner.kernels, runner.shape
-    assert kernels is not None
+    kernels, shape = runner.entry_points, runner.shape
     block_size = runner.cache_config.block_size or 1
     block_size = cdiv(block_size, fmt.TILE_TOKENS) * fmt.TILE_TOKENS
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -241,35 +237,3 @@ def _run_kernels(runner: TurboRunner, device: torch.device) -> None:
     for num_tokens in kernels.store_sizes(runner.layout, kv_heads):
         if num_tokens <= runner.max_num_tokens:
             _run_store(runner, kernels, cache, num_tokens)
-
-
-def warm_up(runner: TurboRunner, device: torch.device) -> None:
-    """Run a layer's kernels, unless a layer of the same shape has run.
-
-    The workspace has to be reserved before. If the driver refuses to launch a CUDA
-    kernel, on this rank or another, Triton's kernels serve from now on.
-
-    Raises:
-        ValueError: If the user asks for CUDA's kernels and they are refused.
-
-    """
-    key = (
-        runner.shape,
-        runner.context_shape,
-        runner.layout,
-        runner.stored,
-        runner.shares_cache,
-        runner.has_spans,
-        runner.kernel_choice,
-        *(value is not None for value in runner.scoring),
-        runner.scoring.sliding_window,
-        runner.tail_wanted > 0,
-        runner.max_query_len,
-        device,
-    )
-    if key in _warm:
-        return
-    run_on_all_ranks(runner, lambda: _run_kernels(runner, device))
-    # After the kernels: a rank whose driver refuses one would let other ranks wait.
-    runner.run_collectives(device)
-    _warm.add(key)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.interface import Partials, SplitsFn
+from vllm.v1.attention.ops.turbo.interface import TORCH, Partials, SplitsFn
 from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import (
@@ -264,7 +264,7 @@ class TorchLatentKernels(NamedTuple):
     """The ``LatentKernels`` of a CPU: PyTorch's operators."""
 
     reason: str = "this is a CPU"
-    name: str = "PyTorch"
+    name: str = TORCH
     store: LatentStoreFn = store
     decode_attention: LatentAttentionFn = decode_attention
     num_decode_splits: SplitsFn = num_torch_splits
