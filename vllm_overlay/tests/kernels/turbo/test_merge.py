@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The Triton merge of decode attention's splits, compared to sums in fp64."""
+"""The merges of decode attention's splits, compared to sums in fp64. The module
+test_cuda_merge.py has more of CUDA's merge.
+"""
 
 import math
 
@@ -8,196 +10,226 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials, RawTokens
+from vllm.v1.attention.ops.turbo.interface import Partials
 
-from .attention_utils import merge_call
-from .utils import DEVICE, FP16, gaussian, requires_triton
+from .attention_utils import assert_within
+from .merge_utils import (
+    FP32,
+    TOLERANCES,
+    Expected,
+    Merge,
+    Splits,
+    merges,
+    output_dtypes,
+    with_raw,
+)
+from .utils import BF16, DEVICE, FP16
 
-pytestmark = requires_triton
-
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 64
-SCALE = HEAD_SIZE**-0.5
 # Query tokens of each sequence.
 BATCHES = {
     "one token each": [1] * 5,
     "several each": [3] * 4,
     "ragged": [3, 1, 0, 2],
+    "rows that do not exist": [3, 2, 0, 1],
 }
+# Splits with tokens of each sequence, and all splits of a sequence.
+COUNTS = [([1, 0, 1], 1), ([3, 1, 2], 3), ([8, 3, 0, 1, 9], 51), ([64, 33, 32], 64)]
 
 
-class Splits:
-    """Random results of splits; each sequence has written some of its splits.
-
-    Attributes:
-        partial: (B * S * Q, Hq, D) fp32; NaN where nothing was written.
-        lse: (B * S * Q, Hq) fp32, in base 2; -inf there.
-
-    """
-
-    def __init__(self, counts: list[int], num_splits: int, query_len: int) -> None:
-        """``counts``: number of splits of each sequence that have tokens."""
-        self.shape = (len(counts), num_splits, query_len, NUM_HEADS)
-        written = torch.arange(num_splits) < torch.tensor(counts)[:, None]
-        written = written[..., None, None].expand(self.shape).to(DEVICE)
-        self.partial = gaussian(*self.shape, HEAD_SIZE, seed=1).flatten(0, 2)
-        self.partial[~written.flatten(0, 2)] = math.nan
-        self.lse = 2 * gaussian(*self.shape, seed=2).flatten(0, 2)
-        self.lse[~written.flatten(0, 2)] = -math.inf
-
-    def of_row(
-        self, sequence: int, place: int, head: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A row's written results, rotated back, (S, D), and LSEs, (S,), in fp64."""
-        lse = self.lse.view(self.shape)[sequence, :, place, head].double()
-        values = self.partial.view(*self.shape, HEAD_SIZE)[sequence, :, place, head]
-        written = lse > -math.inf
-        matrix = rotation_matrix(HEAD_SIZE, DEVICE, torch.float64, inverse=True)
-        rotated = values[written].double() @ matrix * HEAD_SIZE**-0.5
-        return rotated, lse[written] * math.log(2)
-
-
-def merge(splits: Splits, query_lens: list[int], seq_lens: list[int], raw):
-    """Merge into a tensor of NaN with two rows more than there are tokens."""
-    from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
-
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    query_len = splits.shape[2]
-    is_uniform = set(query_lens) == {query_len}
-    num_tokens = sum(query_lens)
-    buffer = torch.full((num_tokens + 2, NUM_HEADS, HEAD_SIZE), math.nan, device=DEVICE)
-    call = merge_call(
-        DecodeBatch(
-            len(query_lens),
-            torch.empty(0, 0, dtype=torch.int32, device=DEVICE),
-            torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
-            query_len,
-            None if is_uniform else starts.to(DEVICE),
-        ),
-        buffer[:num_tokens],
-        NUM_KV_HEADS,
-        None if raw is None else RawTokens(*raw, SCALE),
-    )
-    merge_splits(Partials(splits.partial, splits.lse), call)
-    assert buffer[num_tokens:].isnan().all()
-    return buffer[:num_tokens]
-
-
-def raw_tokens(num_tokens: int) -> tuple[torch.Tensor, ...]:
-    """Query, key and value, as views of one tensor."""
-    sizes = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
-    qkv = gaussian(num_tokens, sum(sizes), HEAD_SIZE, dtype=FP16, seed=3)
-    return qkv.split(sizes, 1)
-
-
-def check(output: torch.Tensor, splits: Splits, query_lens: list[int], raw) -> None:
-    """Compare each row to attention over the splits and tokens that it should see."""
-    token = 0
-    for sequence, query_len in enumerate(query_lens):
-        first = token
-        for place in range(query_len):
-            for head in range(NUM_HEADS):
-                values, scores = splits.of_row(sequence, place, head)
-                if raw is not None:
-                    query, key, value = (x.double() for x in raw)
-                    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-                    own = key[first : token + 1, kv_head] @ query[token, head] * SCALE
-                    scores = torch.cat([scores, own])
-                    values = torch.cat([values, value[first : token + 1, kv_head]])
-                expected = scores.softmax(0) @ values
-                error = (output[token, head] - expected).abs().max().item()
-                assert error <= 2**-17 * values.abs().max().item()
-            token += 1
-
-
+@merges()
 @pytest.mark.parametrize("num_splits", [1, 9, 64])
-@pytest.mark.parametrize("with_raw", [False, True])
+@with_raw
 @pytest.mark.parametrize("query_lens", BATCHES.values(), ids=BATCHES)
-def test_every_split_counts(query_lens, with_raw, num_splits):
+def test_every_split_counts(kernel, head_size, query_lens, with_raw, num_splits):
     """Each split counts, with few splits and the most, and if the last splits have no
     tokens.
     """
     counts = [max(1, num_splits - 3 * row) for row in range(len(query_lens))]
-    splits = Splits(counts, num_splits, max(query_lens))
-    raw = raw_tokens(sum(query_lens)) if with_raw else None
-    output = merge(splits, query_lens, [1000] * len(query_lens), raw)
-    check(output, splits, query_lens, raw)
+    raw_dtype = kernel.raw_dtype if with_raw else None
+    Splits(counts, num_splits, query_lens, 2, head_size, raw_dtype).check(kernel)
 
 
+@merges(None, 1, 2, 4, 8)
+@output_dtypes
+@with_raw
+@pytest.mark.parametrize("counts, num_splits", COUNTS, ids=str)
+def test_against_fp64(kernel, head_size, dtype, with_raw, counts, num_splits):
+    for group in (1, 4, 5):
+        raw_dtype = dtype if with_raw else None
+        Splits(counts, num_splits, None, group, head_size, raw_dtype).check(
+            kernel, dtype
+        )
+
+
+@merges()
+@with_raw
+def test_many_sequences(kernel, head_size, with_raw):
+    counts, raw_dtype = [40, 0, 7, 1] * 20, FP16 if with_raw else None
+    Splits(counts, 40, None, 4, head_size, raw_dtype).check(kernel, FP16)
+
+
+@merges(1, 8)
+@with_raw
+@pytest.mark.parametrize("counts, num_splits", COUNTS[::2], ids=str)
+@pytest.mark.parametrize("sinks_dtype", TOLERANCES, ids=str)
+def test_sinks(kernel, head_size, with_raw, counts, num_splits, sinks_dtype):
+    """Sinks count as one more split, whose values are zero; alone they give zero."""
+    # Both KV heads' query heads have the same sinks, in different places.
+    sinks = torch.tensor([-math.inf, -20.0, 0.0, 20.0], device=DEVICE)
+    sinks = torch.cat([sinks, sinks.roll(1)]).to(sinks_dtype)
+    raw_dtype = FP32 if with_raw else None
+    splits = Splits(counts, num_splits, None, 4, head_size, raw_dtype)
+    splits.check(kernel, FP32, sinks)
+
+
+@merges()
+@output_dtypes
 @pytest.mark.parametrize(
-    "query_lens", [[3, 3, 3], [3, 3, 2]], ids=["uniform", "ragged"]
+    "query_lens",
+    [[1, 1, 1, 1], [3, 3, 3, 3], [3, 3, 2, 3]],
+    ids=["one", "uniform", "ragged"],
 )
-def test_tokens_that_padding_lacks(query_lens):
+def test_tokens_that_padding_lacks(kernel, head_size, dtype, query_lens):
     """A padded request is shorter than its query: only the last query tokens exist.
 
-    Rows before them may hold anything.
+    Rows before them may hold anything, and give zeros. One token gives its value.
     """
-    seq_lens = [1, 2, 0]
-    splits = Splits([0, 0, 0], 2, 3)
-    raw = raw_tokens(sum(query_lens))
-    ends = torch.tensor(query_lens).cumsum(0).tolist()
+    seq_lens, counts = [1, 2, 0, 100], [0, 0, 0, 2]
+    raw_dtype = kernel.raw_dtype if dtype == FP32 else dtype
+    splits = Splits(counts, 4, query_lens, 4, head_size, raw_dtype, seq_lens)
     missing = [
         token
-        for end, query_len, seq_len in zip(ends, query_lens, seq_lens)
-        for token in range(end - query_len, end - seq_len)
+        for start, end, seq_len in zip(splits.starts, splits.starts[1:], seq_lens)
+        for token in range(start, end - seq_len)
     ]
-    for x in raw:
+    for x in splits.raw[:3]:
         x[missing] = math.nan
-    output = merge(splits, query_lens, seq_lens, raw)
+    output = splits.check(kernel, dtype)
     assert (output[missing] == 0).all()
-    _, key, value = raw
-    assert torch.equal(output[2], value[2].float().repeat_interleave(2, 0))
-    # The second sequence's two tokens are like a query of two.
-    short = Splits([0], 2, 2)
-    own = tuple(x[4:6] for x in raw)
-    check(output[4:6], short, [2], own)
+    first = splits.starts[1] - 1
+    value = splits.raw.value[first].to(dtype)
+    assert torch.equal(output[first], value.repeat_interleave(4, 0))
 
 
-def parts_of_ranks(splits: Splits, query_lens: list[int], num_ranks: int) -> Splits:
-    """Results of ranks with equal shares of the splits, as splits to be merged."""
-    from vllm.v1.attention.ops.turbo.triton.merge import merge_splits
+def merge_part(splits: Splits, kernel: Merge) -> Partials:
+    """A rank's results of all query slots, (B * Q, Hq, D) and LSEs, in rotated space.
 
-    num_seqs, num_splits, query_len, _ = splits.shape
-    starts = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
-    table = torch.empty(0, 0, dtype=torch.int32, device=DEVICE)
-    lens = torch.full((num_seqs,), 1000, dtype=torch.int32, device=DEVICE)
-    batch = DecodeBatch(num_seqs, table, lens, query_len, starts)
-    parts = []
-    for share in torch.arange(num_splits, device=DEVICE).chunk(num_ranks):
-        lse = splits.lse.view(splits.shape)[:, share].flatten(0, 2)
-        partial = splits.partial.view(*splits.shape, HEAD_SIZE)[:, share]
-        partial = partial.reshape(-1, NUM_HEADS, HEAD_SIZE)
-        shape = (num_seqs * query_len, NUM_HEADS)
-        own = Partials(
-            torch.full((*shape, HEAD_SIZE), math.nan, device=DEVICE),
-            torch.full(shape, math.nan, device=DEVICE),
-        )
-        partials = Partials(partial, lse.reshape(-1, NUM_HEADS))
-        call = merge_call(batch, own.output, NUM_KV_HEADS, lse=own.lse)
-        merge_splits(partials, call)
-        parts.append(own)
-    merged = Splits([0] * num_seqs, num_ranks, query_len)
-    for result, name in ((merged.partial, "output"), (merged.lse, "lse")):
-        rows = [
-            getattr(own, name).view(num_seqs, -1, *result.shape[1:]) for own in parts
-        ]
-        result.copy_(torch.stack(rows, 1).view_as(result))
-    return merged
+    They are compared to sums in fp64. Rows that a sequence does not have are not read.
+    """
+    num_seqs, _, query_len, num_heads = splits.shape
+    shape = (num_seqs * query_len, num_heads)
+    own = Partials(
+        torch.full((*shape, splits.head_size), math.nan, device=DEVICE),
+        torch.full(shape, math.nan, device=DEVICE),
+    )
+    kernel.merge(splits.partials, splits.call(own.output, lse=own.lse))
+    lse = splits.lse.view(splits.shape).double() * math.log(2)
+    lse = lse.nan_to_num(-math.inf, neginf=-math.inf)
+    weights = lse.softmax(1).nan_to_num()[..., None]
+    partial = splits.partial.view(*splits.shape, -1).double().where(weights > 0, 0)
+    output = (weights * partial).sum(1).flatten(0, 1)
+    largest = partial.abs().amax((1, 4)).flatten(0, 1)[..., None]
+    allowed = kernel.allowed(Expected(output, largest), FP32)
+    assert_within(own.output, output, allowed)
+    expected_lse = (lse.logsumexp(1) / math.log(2)).flatten(0, 1)
+    is_empty = expected_lse == -math.inf
+    assert torch.equal(own.lse == -math.inf, is_empty)
+    assert (own.output[is_empty] == 0).all()
+    torch.testing.assert_close(own.lse.double(), expected_lse, rtol=0, atol=2**-18)
+    return own
 
 
+@merges(1, 8)
 @pytest.mark.parametrize("query_lens", BATCHES.values(), ids=BATCHES)
-def test_parts_of_ranks(query_lens):
+def test_parts_of_ranks(kernel, head_size, query_lens):
     """Ranks merge their splits, and then their results are merged like splits.
 
-    The last rank has no tokens of some sequences.
+    The last rank has no tokens of some sequences, and no rank has any of another.
     """
-    counts = [max(1, 9 - 3 * row) for row in range(len(query_lens))]
-    splits = Splits(counts, 9, max(query_lens))
-    # No kernel writes rows that a sequence does not have.
+    counts = [9, 4, 3, 0, 1][: len(query_lens)]
+    splits = Splits(counts, 9, query_lens, head_size=head_size)
     missing = torch.arange(splits.shape[2]) >= torch.tensor(query_lens)[:, None]
     missing = missing.to(DEVICE)[:, None].expand(splits.shape[:3]).flatten()
     splits.lse[missing] = math.nan
-    parts = parts_of_ranks(splits, query_lens, 3)
-    assert not parts.lse.isnan().any() and parts.partial.isfinite().all()
-    raw = raw_tokens(sum(query_lens))
-    output = merge(parts, query_lens, [1000] * len(query_lens), raw)
-    check(output, splits, query_lens, raw)
+    shares = torch.arange(9, device=DEVICE).chunk(3)
+    parts = [merge_part(splits.of_splits(x), kernel) for x in shares]
+    merge_part(splits, kernel)
+    merged = Splits([0] * len(counts), 3, query_lens, 2, head_size, kernel.raw_dtype)
+    for result, own in zip(merged.partials, zip(*parts)):
+        rows = torch.stack([x.unflatten(0, (len(counts), -1)) for x in own], 1)
+        result.copy_(rows.view_as(result))
+    splits.raw = merged.raw
+    expected = splits.expected()
+    output = merged.merge(kernel)
+    assert_within(output, expected.output, kernel.allowed(expected, FP32))
+
+
+@merges(sizes=[128])
+def test_large_lses(kernel, head_size):
+    """Only differences of LSEs count: bit for bit if they are exact."""
+    splits = Splits([40, 3], 64, None, 4, head_size)
+    exact = (splits.lse * 64).round() / 64
+    splits.lse = exact
+    expected = splits.merge(kernel)
+    for offset in (2.0**14, -(2.0**14)):
+        splits.lse = exact + offset
+        assert torch.equal(splits.merge(kernel), expected)
+
+
+@merges(sizes=[128])
+@pytest.mark.parametrize("broken", ["lse", "partial", "query", "key", "value"])
+def test_nan_stays_in_its_row(kernel, head_size, broken):
+    splits = Splits([5, 5], 8, None, 4, head_size, BF16)
+    whole = splits.merge(kernel, BF16)
+    tensors = {"lse": splits.lse, "partial": splits.partial, **splits.raw._asdict()}
+    tensors[broken][0, 0] = math.nan
+    output = splits.merge(kernel, BF16)
+    assert output[0, 0].isnan().all()
+    assert torch.equal(output[0, 4:], whole[0, 4:])
+    assert torch.equal(output[1], whole[1])
+
+
+@merges(sizes=[128])
+def test_one_split_does_not_depend_on_the_batch(kernel, head_size):
+    splits = Splits([1] * 300, 1, None, 4, head_size)
+    together = splits.merge(kernel, BF16)
+    alone = Splits([1], 1, None, 4, head_size)
+    alone.partial, alone.lse = (x[7:8] for x in splits.partials)
+    assert torch.equal(together[7:8], alone.merge(kernel, BF16))
+
+
+@merges()
+@pytest.mark.parametrize("num_splits", [1, 2, 64])
+@pytest.mark.parametrize("lse", [0.0, 14427.0, -14427.0])
+def test_equal_lses_give_the_mean(kernel, head_size, num_splits, lse):
+    """Equal LSEs give the mean, even with scores of 1e4 or -1e4."""
+    splits = Splits([num_splits], num_splits, None, 4, head_size)
+    splits.lse.fill_(lse)
+    matrix = rotation_matrix(head_size, DEVICE, torch.float64, inverse=True)
+    mean = splits.partial.double().mean(0) @ matrix * head_size**-0.5
+    allowed = kernel.allowed(splits.expected(), FP32)
+    assert_within(splits.merge(kernel)[0], mean, allowed)
+
+
+@merges()
+@pytest.mark.parametrize("place", [0, 1, 31, 32, 63])
+def test_a_dominating_split_is_alone(kernel, head_size, place):
+    """Other splits have no weight, even if their partial results are huge."""
+    splits = Splits([64], 64, None, 4, head_size)
+    splits.partial *= 1e30
+    splits.partial[place] /= 1e30
+    splits.lse[place] = splits.lse.max() + 200
+    only = splits.of_splits(torch.tensor([place], device=DEVICE)).merge(kernel)
+    allowed = 2.0**-20 * only.abs().max()
+    assert_within(splits.merge(kernel), only, allowed)
+
+
+@merges(sizes=[128])
+def test_weights_that_vanish_are_not_read(kernel, head_size):
+    splits = Splits([4], 4, None, 1, head_size)
+    splits.lse[2] = splits.lse[0] - 1000
+    splits.partial[2] = 0.0
+    expected = splits.expected()
+    splits.partial[2] = math.nan
+    allowed = kernel.allowed(expected, FP32)
+    assert_within(splits.merge(kernel), expected.output, allowed)
