@@ -63,14 +63,14 @@ _SELECTED = re.compile(
     |features\.py::test_pairs\[stored-decode-turbo4-128-offset-window261\]
     |features\.py::test_scores_far_below_zero\[extend_mma\]
     |features\.py::test_pairs\[raw-extend_mma-turbo4-128-offset-sinks-window17\]
-    |latent_decode\.py::test_plans\[64-
-    |latent_decode\.py::test_query_tokens.*\[(8-slices|16-copying-slices)\]
-    |latent_decode\.py::test_layouts\[40-warpgroups-dtype1-320\]
-    |latent_decode\.py::test_layouts\[16-copying-slices-dtype0-320\]
     ) | test_(
     merge\.py::test_against_fp64\[\[64,.*-64-True-bf16-cuda(2|8)-128\]
     |merge\.py::test_parts_of_ranks\[rows.*-cuda8-(64|256)\]
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-True-cuda8-128\]
+    |latent_decode\.py::test_numbers_of_heads\[64-warpgroups\]
+    |latent_decode\.py::test_several_query_tokens\[(8-slices|16-copying-slices)\]
+    |latent_decode\.py::test_lengths\[fp16-40-warpgroups-turbo4-320\]
+    |latent_decode\.py::test_lengths\[bf16-16-copying-slices-turbo4-320\]
     )""",
     re.VERBOSE,
 )

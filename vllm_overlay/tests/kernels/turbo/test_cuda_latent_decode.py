@@ -1,83 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CUDA decode kernels of MLA: their modules, and attention over stored latents.
-
-The emulated GPU has the instructions of all plans. A GPU runs its own plans and those
-of earlier GPUs, so that a GPU of compute capability 9.0 runs all.
-"""
+"""The CUDA decode kernels of MLA: their plans and modules."""
 
 import json
-import math
-from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
 
-from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo.cuda import latent_decode
 from vllm.v1.attention.ops.turbo.cuda.build import compiler_flags, module_name
 from vllm.v1.attention.ops.turbo.cuda.compiler import nvcc_release
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
-    COPYING_SLICES,
     SLICES,
     WARPGROUPS,
-    Plan,
     plan_for,
     plans_of,
 )
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_SIZES, LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import LatentCall
-from vllm.v1.attention.ops.turbo.reference import latent as reference
 
 from .compile_kernels import RECORDED, compile_to_ptx, excess
-from .latent_utils import fill_latent_cache, latent_cache
+from .latent_sequences import PLANS
 from .test_cuda_architectures import NVCC, check_overlap, requires_nvcc
-from .utils import (
-    BF16,
-    CUDA_IS_EMULATED,
-    DEVICE,
-    FP16,
-    ON_NVIDIA,
-    gaussian,
-    make_block_table,
-    num_blocks_for,
-    requires_cuda,
-    spread_pages,
-)
 
-PLANS = (*WARPGROUPS, *SLICES, *COPYING_SLICES)
 LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
-SCALE = 192**-0.5
-
-
-def name_of(plan: Plan) -> str:
-    kind = "warpgroups"
-    if plan.teams:
-        kind = "slices" if plan.is_bulk else "copying-slices"
-    return f"{plan.columns}-{kind}"
-
-
-def marked(plan: Plan) -> Any:
-    """A plan that is skipped on GPUs without its instructions."""
-    runs = CUDA_IS_EMULATED
-    if ON_NVIDIA:
-        capability = current_platform.get_device_capability()
-        runs = capability is not None and plan.runs_on(capability.to_int())
-    lacks = pytest.mark.skipif(not runs, reason=f"no GPU for {name_of(plan)}")
-    return pytest.param(plan, marks=lacks, id=name_of(plan))
-
-
-all_plans = pytest.mark.parametrize("plan", [marked(plan) for plan in PLANS])
-# A plan of few columns of each kind, and the one whose warpgroups share tokens.
-some_plans = pytest.mark.parametrize(
-    "plan",
-    [marked(p) for p in PLANS if p.columns == 16 or p.shares and p.columns == 40],
-)
 
 
 @pytest.mark.parametrize(
@@ -180,159 +127,3 @@ def test_slices_compile_for_other_gpus(capability, is_bulk):
     name = f"{module.kernel} {module.instance}"
     if nvcc_release(NVCC) == recorded["nvcc"]:
         assert excess(name, capability, found, recorded) is None
-
-
-def attend(
-    query: torch.Tensor,
-    query_rope: torch.Tensor | None,
-    cache: torch.Tensor,
-    layout: LatentFormat,
-    table: torch.Tensor,
-    seq_lens: list[int],
-    query_lens: list[int],
-    num_splits: int,
-    plans: Sequence[Plan] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (T, Hq, L) and LSE (T, Hq) of a batch, in fp32, with scratch of NaN."""
-    num_seqs, query_len = len(seq_lens), max(query_lens)
-    starts = torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32)
-    count = num_seqs * num_splits * query_len
-    shape = (count, *query.shape[1:])
-    partials = Partials(
-        torch.full(shape, math.nan, device=DEVICE),
-        torch.full(shape[:2], math.nan, device=DEVICE),
-    )
-    output = torch.full_like(query, math.nan, dtype=torch.float32)
-    lse = torch.full(query.shape[:2], math.nan, device=DEVICE)
-    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
-    batch = DecodeBatch(num_seqs, table, lens, query_len, starts)
-    pages = cache, layout, batch
-    call = LatentCall(*pages, SCALE, output, lse, query, query_rope)
-    latent_decode.decode_attention(call, partials, plans=plans)
-    return output, lse
-
-
-def check_against_reference(
-    layout: LatentFormat,
-    seq_lens: list[int],
-    query_lens: list[int],
-    num_heads: int,
-    num_splits: int,
-    dtype: torch.dtype = BF16,
-    block_size: int = 64,
-    plans: Sequence[Plan] | None = None,
-) -> None:
-    table = make_block_table(seq_lens, block_size)
-    cache = latent_cache(layout, num_blocks_for(seq_lens, block_size), block_size)
-    fill_latent_cache(cache, table, seq_lens, layout, dtype)
-    whole = gaussian(sum(query_lens), num_heads, layout.head_size, dtype=dtype, seed=7)
-    query = whole[..., : layout.rank]
-    query_rope = whole[..., layout.rank :] if layout.rope else None
-    run = partial(attend, query, query_rope, cache, layout, table)
-    first = run(seq_lens, query_lens, num_splits, plans)
-    again = run(seq_lens, query_lens, num_splits, plans)
-    for one, other in zip(first, again):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)  # nothing races
-    starts = torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32)
-    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
-    batch = DecodeBatch(len(seq_lens), table, lens, max(query_lens), starts)
-    expected = torch.empty_like(first[0])
-    expected_lse = torch.empty_like(first[1])
-    pages = cache, layout, batch
-    call = LatentCall(*pages, SCALE, expected, expected_lse, query, query_rope)
-    reference.decode_attention(call)
-    # Weights, queries and coordinates are rounded to fp16.
-    error = (first[0] - expected).norm() / expected.norm()
-    assert error <= 2**-9
-    torch.testing.assert_close(first[1], expected_lse, rtol=1e-3, atol=2e-3)
-
-
-@all_plans
-def test_plans(plan):
-    """Every column but the last has a row."""
-    num_heads = plan.columns - 1
-    lens = [1, 64, 65, 400, 0]
-    check_against_reference(LAYOUT, lens, [1] * 5, num_heads, 3, plans=[plan])
-
-
-@all_plans
-def test_query_tokens_and_passes(plan):
-    """Rows need up to three passes, and belong to tokens that see different lengths."""
-    lens, query_lens = [4, 63, 66, 700, 33, 0, 1, 17], [4, 1, 3, 2, 4, 1, 1, 1]
-    num_heads = plan.columns // 2 + 1
-    check_against_reference(LAYOUT, lens, query_lens, num_heads, 5, plans=[plan])
-
-
-@requires_cuda
-def test_teams_that_take_tiles_in_pairs():
-    plan = Plan(8, 2, 0, teams=2, tiles=2, held=1, is_bulk=False)
-    check_against_reference(LAYOUT, [1, 16, 17, 700], [1] * 4, 5, 3, plans=[plan])
-
-
-@requires_cuda
-@pytest.mark.parametrize("num_heads", [1, 8, 16, 20, 32, 64, 80])
-def test_heads(num_heads):
-    lens = [1, 15, 16, 17, 63, 64, 65, 129, 1000, 4099]
-    check_against_reference(LAYOUT, lens, [1] * len(lens), num_heads, 4)
-
-
-@pytest.mark.parametrize("head_size", LATENT_SIZES)
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@some_plans
-def test_layouts(plan, head_size, dtype):
-    layout = LatentFormat.from_cache_dtype("turbo4", head_size)
-    lens = [70, 513, 64]
-    check_against_reference(
-        layout, lens, [1] * 3, plan.columns, 3, dtype, 16, plans=[plan]
-    )
-
-
-@requires_cuda
-@pytest.mark.parametrize("num_heads", [5, 12, 16])
-def test_query_tokens_see_what_is_before_them(num_heads):
-    lens, query_lens = [4, 63, 66, 700, 33, 0], [4, 1, 3, 2, 4, 1]
-    check_against_reference(LAYOUT, lens, query_lens, num_heads, 5)
-
-
-@pytest.mark.parametrize("num_splits", [1, 2, 133])
-@some_plans
-def test_one_long_sequence(plan, num_splits):
-    check_against_reference(LAYOUT, [9001], [1], 16, num_splits, plans=[plan])
-
-
-@some_plans
-def test_a_split_alone_does_not_depend_on_the_batch(plan):
-    lens = [300, 4000, 65]
-    table = make_block_table(lens, 64)
-    cache = latent_cache(LAYOUT, num_blocks_for(lens, 64), 64)
-    fill_latent_cache(cache, table, lens, LAYOUT)
-    query = gaussian(3, 16, LAYOUT.head_size, dtype=BF16, seed=7)
-    parts = query[..., : LAYOUT.rank], query[..., LAYOUT.rank :]
-    together, _ = attend(*parts, cache, LAYOUT, table, lens, [1, 1, 1], 1, [plan])
-    for row, length in enumerate(lens):
-        own = slice(row, row + 1)
-        alone, _ = attend(
-            *(part[own] for part in parts),
-            cache,
-            LAYOUT,
-            table[own],
-            [length],
-            [1],
-            1,
-            [plan],
-        )
-        torch.testing.assert_close(alone[0], together[row], rtol=0, atol=0)
-
-
-@some_plans
-def test_pages_past_4_gib(plan):
-    near = latent_cache(LAYOUT, 3, 64)
-    table = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=DEVICE)
-    fill_latent_cache(near, table, [180], LAYOUT)
-    far, blocks = spread_pages(near[:, None].contiguous())
-    query = gaussian(1, 16, LAYOUT.head_size, dtype=BF16, seed=7)
-    parts = query[..., : LAYOUT.rank], query[..., LAYOUT.rank :]
-    expected, _ = attend(*parts, near, LAYOUT, table, [180], [1], 2, [plan])
-    far_table = blocks[None].to(torch.int32)
-    output, _ = attend(*parts, far[:, 0], LAYOUT, far_table, [180], [1], 2, [plan])
-    torch.testing.assert_close(output, expected, rtol=0, atol=0)

@@ -1,21 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The decode kernel of MLA: exact probes, and attention over the stored latents."""
+"""The decode kernels of MLA: exact probes, and attention over the stored latents. The
+module test_cuda_latent_decode.py has the plans and builds of CUDA's.
+"""
 
 import inspect
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
-from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS, LatentCall
+from vllm.v1.attention.ops.turbo.cuda.latent_plans import Plan
+from vllm.v1.attention.ops.turbo.latent.format import (
+    LATENT_PRESETS,
+    LATENT_SIZES,
+    LatentFormat,
+)
+from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS
 from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
+from vllm.v1.attention.ops.turbo.triton import latent_decode as triton_decode
+from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from .attention_utils import assert_within
+from .latent_sequences import (
+    ALL_PLANS,
+    COLUMNS,
+    CUDA,
+    FP32,
+    SCALE,
+    SOME_PLANS,
+    TRITON,
+    Latents,
+    by_plan,
+    is_cuda,
+    kernels,
+    kernels_and_layouts,
+)
 from .latent_utils import (
     fill_latent_cache,
     latent_cache,
@@ -27,155 +48,62 @@ from .utils import (
     DEVICE,
     FP16,
     ON_GPU,
-    gaussian,
-    make_block_table,
     model_dtypes,
-    num_blocks_for,
     requires_triton,
-    slots_of,
     spread_pages,
 )
 
-pytestmark = requires_triton
-
-SCALE = 192**-0.5
-
-
-def attend(
-    query: torch.Tensor,
-    query_rope: torch.Tensor | None,
-    cache: torch.Tensor,
-    layout: LatentFormat,
-    table: torch.Tensor,
-    seq_lens: list[int],
-    query_lens: list[int] | None = None,
-    num_splits: int = 2,
-    dtype: torch.dtype | None = None,
-    scale: float = SCALE,
-    tuning: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (T, Hq, L) and LSE (T, Hq) of a batch, with scratch of NaN."""
-    from vllm.v1.attention.ops.turbo.triton.latent_decode import decode_attention
-
-    num_seqs = len(seq_lens)
-    query_len, start_loc = 1, None
-    if query_lens is not None:
-        query_len = max(query_lens)
-        starts = torch.tensor([0, *query_lens]).cumsum(0)
-        start_loc = starts.to(DEVICE, torch.int32)
-    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
-    count = num_seqs * num_splits * query_len
-    shape = (count, *query.shape[1:])
-    partial = torch.full(shape, math.nan, device=DEVICE)
-    partials = Partials(partial, torch.full(shape[:2], math.nan, device=DEVICE))
-    output = torch.full_like(query, math.nan, dtype=dtype or query.dtype)
-    lse = torch.full(query.shape[:2], math.nan, device=DEVICE)
-    batch = DecodeBatch(num_seqs, table, lens, query_len, start_loc)
-    pages = cache, layout, batch
-    call = LatentCall(*pages, scale, output, lse, query, query_rope)
-    decode_attention(call, partials, tuning)
-    return output, lse
+# A plan whose teams take tiles in pairs.
+PAIRS = by_plan(Plan(8, 2, 0, teams=2, tiles=2, held=1, is_bulk=False))
+# Query tokens of each sequence.
+MANY = [4, 1, 3, 2, 4, 1, 1, 1]
+SMALL = LatentFormat.from_cache_dtype("turbo4", 320)
+LARGE = LatentFormat.from_cache_dtype("turbo4", 576)
 
 
-def queries(
-    layout: LatentFormat, num_tokens: int, num_heads: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Latent and rotary parts, views with gaps between heads."""
-    latent = gaussian(num_heads, num_tokens, layout.rank + 8, dtype=dtype, seed=7)
-    latent = latent.transpose(0, 1)[..., : layout.rank]
-    if layout.rope == 0:
-        return latent, None
-    rope = gaussian(num_tokens, num_heads, 192, dtype=dtype, seed=8)
-    return latent, rope[..., -layout.rope :]
-
-
-def check_by_2x_rule(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    query_rope: torch.Tensor | None,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-) -> None:
-    """Compare the last tokens of a sequence to attention in fp32: see
-    ``utils.assert_by_2x_rule``.
-    """
-    parts = [query] if query_rope is None else [query, query_rope]
-    whole, keys = torch.cat(parts, -1), torch.cat([latent, rope], -1)[:, None]
-    values = latent[:, None]
-    expected, expected_lse = reference.attention(whole.float(), keys, values, SCALE)
-    dtype = query.dtype
-    plain, _ = reference.attention(whole, keys.to(dtype), values.to(dtype), SCALE)
-    allowed = 2 * (plain.float() - expected).abs().max().item()
-    allowed += 2**-11 * expected.abs().max().item()
-    assert_within(output, expected, allowed, "(query, head, coordinate)")
-    # Scores have operands that are rounded to fp16.
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
-
-
-def check_attention(
-    layout: LatentFormat,
-    seq_lens: list[int],
-    query_lens: list[int],
-    dtype: torch.dtype,
-    num_heads: int = 4,
-    block_size: int = 32,
-    num_splits: int = 2,
-    tuning: Any = None,
-) -> None:
-    cache = latent_cache(layout, num_blocks_for(seq_lens, block_size), block_size)
-    table = make_block_table(seq_lens, block_size)
-    fill_latent_cache(cache, table, seq_lens, layout, dtype)
-    query, query_rope = queries(layout, sum(query_lens), num_heads, dtype)
-    output, lse = attend(
-        query,
-        query_rope,
-        cache,
-        layout,
-        table,
-        seq_lens,
-        query_lens,
-        num_splits,
-        tuning=tuning,
-    )
-    first = 0
-    for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens)):
-        slots = slots_of(table[row], 0, seq_len, block_size)
-        latent, rope = latent_reference.load(cache, slots, layout)
-        part = slice(first, first + query_len)
-        check_by_2x_rule(
-            output[part],
-            lse[part],
-            query[part],
-            None if query_rope is None else query_rope[part],
-            latent,
-            rope,
-        )
-        first += query_len
-
-
-@latent_presets
+@kernels_and_layouts(*LATENT_SIZES)
 @model_dtypes
-@pytest.mark.parametrize("head_size", [576, 320, 256])
-def test_lengths(name, dtype, head_size):
+def test_lengths(kernel, layout, dtype):
     """Lengths around one token, a tile, a step of the kernel and a block."""
-    layout = LatentFormat.from_cache_dtype(name, head_size)
     seq_lens = [1, 16, 33, 48, 49]
+    if is_cuda(kernel):
+        seq_lens += [70, 513, 64]
     if ON_GPU:
         seq_lens += [31, 32, 63, 1000, 4097]
-    check_attention(layout, seq_lens, [1] * len(seq_lens), dtype, block_size=48)
+    num_heads, block_size = COLUMNS.get(kernel.name, 4), 16 if is_cuda(kernel) else 48
+    query_lens = [1] * len(seq_lens)
+    batch = Latents(layout, seq_lens, query_lens, num_heads, dtype, block_size)
+    batch.check(kernel, 3 if is_cuda(kernel) else 2)
 
 
-@latent_presets
-@pytest.mark.parametrize("query_lens", [[3, 3], [1, 5, 2]])
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_several_query_tokens(name, query_lens, num_splits):
-    """Query tokens are causal among each other, across splits and steps of rows."""
-    layout = LatentFormat.from_cache_dtype(name, 576)
-    seq_lens = [35, 5, 66][: len(query_lens)]
-    check_attention(
-        layout, seq_lens, query_lens, BF16, 5, block_size=16, num_splits=num_splits
-    )
+@pytest.mark.parametrize(
+    "kernel, layout, num_heads, num_splits, query_lens",
+    [
+        *(
+            TRITON.case(layout, 5, num_splits, lens, name=f"{name}-{num_splits}-{lens}")
+            for name in LATENT_PRESETS
+            for layout in [LatentFormat.from_cache_dtype(name, 576)]
+            for num_splits in (1, 3)
+            for lens in ([3, 3], [1, 5, 2])
+        ),
+        *(
+            x.case(LARGE, plan.columns // 2 + 1, 5, MANY)
+            for plan, x in ALL_PLANS.items()
+        ),
+        *(CUDA.case(LARGE, n, 5, MANY, name=str(n)) for n in (5, 12, 16)),
+    ],
+)
+def test_several_query_tokens(kernel, layout, num_heads, num_splits, query_lens):
+    """Query tokens are causal among each other, across splits and steps of rows.
+
+    CUDA's rows need up to three passes, and belong to tokens that see different
+    lengths.
+    """
+    seq_lens, block_size = [35, 5, 66][: len(query_lens)], 16
+    if is_cuda(kernel):
+        seq_lens, block_size = [4, 63, 66, 700, 33, 0, 1, 17], 64
+    batch = Latents(layout, seq_lens, query_lens, num_heads, block_size=block_size)
+    batch.check(kernel, num_splits)
 
 
 @pytest.mark.parametrize("head_size", [576, 256])
@@ -183,155 +111,171 @@ def test_several_query_tokens(name, query_lens, num_splits):
     "name, tile",
     [("turbo4", "SMALL_TILE"), ("turbo3", "SMALL_TILE"), ("turbo4", "LARGE_TILE")],
 )
+@requires_triton
 def test_tiles(name, head_size, tile):
     """Tiles for any GPU attend from any number of rows to any number of tokens."""
-    from vllm.v1.attention.ops.turbo.triton import latent_decode
-
     layout = LatentFormat.from_cache_dtype(name, head_size)
-    lens = [70, 5, 64], [1, 4, 2]
-    check_attention(layout, *lens, BF16, 20, tuning=getattr(latent_decode, tile))
+    attend = partial(TRITON.attend, tuning=getattr(triton_decode, tile))
+    Latents(layout, [70, 5, 64], [1, 4, 2], 20).check(TRITON._replace(attend=attend))
 
 
-def test_magnitudes_of_a_query():
-    """Rows far outside fp16's range, with parts of very different magnitudes."""
-    layout = LatentFormat.from_cache_dtype("turbo4", 320)
-    cache = latent_cache(layout, num_blocks_for([40], 32), 32)
-    table = make_block_table([40], 32)
-    fill_latent_cache(cache, table, [40], layout)
-    latent, rope = latent_reference.load(cache, slots_of(table[0], 0, 40, 32), layout)
-    query, query_rope = queries(layout, 1, 6, BF16)
-    assert query_rope is not None
-    powers = torch.tensor([0, 100, -100, 0, 12, -100], device=DEVICE)
-    rope_powers = torch.tensor([0, 100, -100, 12, 0, 0], device=DEVICE)
-    query = query * 2.0 ** powers[:, None].to(BF16)
-    query_rope = query_rope * 2.0 ** rope_powers[:, None].to(BF16)
-    # The LSE keeps the largest score, even if one token has all weight.
-    whole = torch.cat([query, query_rope], -1)[0].float()
-    scores = whole @ torch.cat([latent, rope], -1).T * SCALE
-    _, lse = attend(query, query_rope, cache, layout, table, [40])
-    expected = scores.logsumexp(-1)
-    torch.testing.assert_close(lse[0], expected, rtol=2e-3, atol=2e-3)
+@pytest.mark.parametrize(
+    "kernel, num_heads",
+    [
+        *(TRITON.case(n, name=str(n)) for n in (1, 16, 20)),
+        *(CUDA.case(n, name=str(n)) for n in (1, 8, 16, 20, 32, 64, 80)),
+        # Every column but the last has a row.
+        *(x.case(plan.columns - 1) for plan, x in ALL_PLANS.items()),
+        PAIRS.case(5, name="pairs"),
+    ],
+)
+def test_numbers_of_heads(kernel, num_heads):
+    batch = Latents(SMALL, [40], [2], num_heads, FP16)
+    if is_cuda(kernel):
+        seq_lens = [1, 64, 65, 400, 0, 15, 16, 17, 63, 129]
+        seq_lens += [1000, 4099] if kernel is CUDA else []
+        batch = Latents(LARGE, seq_lens, None, num_heads, block_size=64)
+    batch.check(kernel, 4 if kernel is CUDA else 3 if is_cuda(kernel) else 2)
 
 
-@pytest.mark.parametrize("num_heads", [1, 16, 20])
-def test_numbers_of_heads(num_heads):
-    layout = LatentFormat.from_cache_dtype("turbo4", 320)
-    check_attention(layout, [40], [2], FP16, num_heads)
+@pytest.mark.parametrize(
+    "kernel, num_splits",
+    [
+        *(TRITON.case(n, name=str(n)) for n in (1, 64, LATENT_MAX_SPLITS)),
+        *(x.case(n, name=str(n)) for x in SOME_PLANS for n in (1, 2, 133)),
+    ],
+)
+def test_splits(kernel, num_splits):
+    if is_cuda(kernel):
+        batch = Latents(LARGE, [9001], [1], 16, block_size=64)
+    else:
+        batch = Latents(SMALL, [1, 80], [1, 1], 4, FP16)
+    batch.check(kernel, num_splits)
 
 
-@pytest.mark.parametrize("num_splits", [1, 64, LATENT_MAX_SPLITS])
-def test_splits(num_splits):
-    layout = LatentFormat.from_cache_dtype("turbo4", 320)
-    check_attention(layout, [1, 80], [1, 1], FP16, num_splits=num_splits)
-
-
-def test_padding():
+@kernels
+def test_padding(kernel):
     """Sequences of length 0, and query tokens before a sequence, see no tokens."""
-    layout = LatentFormat.from_cache_dtype("turbo4", 320)
-    seq_lens, query_lens = [0, 20, 1, 0], [2, 2, 2, 2]
-    cache = latent_cache(layout, num_blocks_for(seq_lens, 16), 16)
-    table = make_block_table(seq_lens, 16)
-    fill_latent_cache(cache, table, seq_lens, layout)
-    query, query_rope = queries(layout, 8, 4, BF16)
-    output, lse = attend(query, query_rope, cache, layout, table, seq_lens, query_lens)
+    batch = Latents(SMALL, [0, 20, 1, 0], [2, 2, 2, 2], block_size=16)
+    output, lse = batch.check(kernel)
     unseen = [0, 1, 4, 6, 7]
     assert (output[unseen] == 0).all() and (lse[unseen] == -math.inf).all()
-    expected, expected_lse = torch.empty_like(output), torch.empty_like(lse)
-    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
-    batch = DecodeBatch(4, table, lens, 2)
-    pages = cache, layout, batch
-    call = LatentCall(*pages, SCALE, expected, expected_lse, query, query_rope)
-    latent_reference.decode_attention(call)
-    assert (expected[unseen] == 0).all() and (expected_lse[unseen] == -math.inf).all()
-    torch.testing.assert_close(output, expected, rtol=0.02, atol=0.01)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
 
 
-@latent_presets
-def test_recycled_bytes_do_not_leak(name):
+@kernels
+def test_a_split_alone_does_not_depend_on_the_batch(kernel):
+    lens = [300, 4000, 65] if is_cuda(kernel) or ON_GPU else [30, 0, 65]
+    batch = Latents(LARGE, lens, [1, 1, 1], 16, block_size=64)
+    together = batch.attend(kernel, 1)
+    query, rope, table = batch.query, batch.query_rope, batch.table
+    batch.starts = [0, 1]
+    for row, length in enumerate(lens):
+        own = slice(row, row + 1)
+        batch.seq_lens, batch.table = [length], table[own]
+        batch.query, batch.query_rope = query[own], rope[own]
+        for alone, all_rows in zip(batch.attend(kernel, 1), together):
+            assert torch.equal(alone, all_rows[own])
+
+
+@kernels_and_layouts(320)
+def test_recycled_bytes_do_not_leak(kernel, layout):
     """Bytes past a sequence's end in its last page change no bit of the output."""
-    layout = LatentFormat.from_cache_dtype(name, 320)
     seq_lens = [1, 17, 33]
-    table = make_block_table(seq_lens, 48)
-    query = queries(layout, 3, 4, FP16)
+    batch = Latents(layout, seq_lens, None, 4, FP16, 48)
     found = []
     for byte in (0xFF, 0x00, 0xF7):
-        cache = latent_cache(layout, num_blocks_for(seq_lens, 48), 48)
-        cache.fill_(byte)
-        fill_latent_cache(cache, table, seq_lens, layout)
-        found.append(attend(*query, cache, layout, table, seq_lens))
+        batch.cache.fill_(byte)
+        fill_latent_cache(batch.cache, batch.table, seq_lens, layout)
+        found.append(batch.attend(kernel))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other))
     assert found[0][0].isfinite().all()
 
 
+@requires_triton
 @latent_presets
 @pytest.mark.parametrize("head_size", [576, 320])
 def test_one_token_gives_its_latent(name, head_size):
     """The softmax of one score is 1, so that the output is the stored latent, with any
     codes and scales. Each head's query is a unit vector, so that the LSE is that
     coordinate of the key.
+
+    CUDA's kernels take no rotary keys beyond fp16's range, which random scales give.
     """
     layout = LatentFormat.from_cache_dtype(name, head_size)
-    cache = random_latent_pages(layout, 3, 16)
-    table = torch.arange(3, device=DEVICE, dtype=torch.int32).flip(0)[:, None]
-    latent, rope = latent_reference.load(cache, table[:, 0] * 16, layout)
+    batch = Latents(layout, [1, 1, 1], None, 12, FP16, 16)
+    batch.cache = random_latent_pages(layout, 3, 16)
+    batch.table = torch.arange(3, device=DEVICE, dtype=torch.int32).flip(0)[:, None]
+    latent, rope = latent_reference.load(batch.cache, batch.table[:, 0] * 16, layout)
     units = torch.eye(layout.head_size, dtype=FP16, device=DEVICE)
     coordinates = torch.tensor([0, 1, 7, 8, 15, 16, 130, 255, -64, -49, -33, -1])
     query = units[coordinates.to(DEVICE)].expand(3, -1, -1)
-    query, query_rope = query.split([layout.rank, layout.rope], -1)
-    output, lse = attend(
-        query, query_rope, cache, layout, table, [1] * 3, None, 1, torch.float32, 1.0
-    )
-    expected = latent[:, None].expand_as(output)
-    largest = expected.abs().amax(-1, keepdim=True)
-    # The kernel evaluates levels in fp16, where a coefficient times a small scale may
-    # be subnormal.
-    allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
-    assert_within(output, expected, allowed)
+    batch.query, batch.query_rope = query.split([layout.rank, layout.rope], -1)
+    output, lse = batch.attend(TRITON, 1, FP32, 1.0)
     keys = torch.cat([latent, rope], -1)
-    expected = keys[:, coordinates.to(DEVICE)]
-    largest = keys.abs().amax(-1, keepdim=True)
-    allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
-    assert_within(lse, expected, allowed)
+    for found, expected, numbers in (
+        (output, latent[:, None].expand_as(output), latent[:, None]),
+        (lse, keys[:, coordinates.to(DEVICE)], keys),
+    ):
+        largest = numbers.abs().amax(-1, keepdim=True)
+        # The kernel evaluates levels in fp16, where a coefficient times a small scale
+        # may be subnormal.
+        allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
+        assert_within(found, expected, allowed)
 
 
-def test_nan_of_a_query_stays_its_own():
-    layout = LatentFormat.from_cache_dtype("turbo4", 320)
-    cache = latent_cache(layout, num_blocks_for([20, 20], 32), 32)
-    table = make_block_table([20, 20], 32)
-    fill_latent_cache(cache, table, [20, 20], layout)
-    query, query_rope = queries(layout, 2, 4, BF16)
-    assert query_rope is not None
-    whole, _ = attend(query, query_rope, cache, layout, table, [20, 20])
-    query[0, 1, 5] = query_rope[1, 2, 3] = math.nan
-    output, lse = attend(query, query_rope, cache, layout, table, [20, 20])
+@kernels
+def test_magnitudes_of_a_query(kernel):
+    """Rows far outside fp16's range, with parts of very different magnitudes."""
+    batch = Latents(SMALL, [40], None, 6)
+    powers = torch.tensor([0, 100, -100, 0, 12, -100], device=DEVICE)
+    rope_powers = torch.tensor([0, 100, -100, 12, 0, 0], device=DEVICE)
+    batch.query = batch.query * 2.0 ** powers[:, None].to(BF16)
+    batch.query_rope = batch.query_rope * 2.0 ** rope_powers[:, None].to(BF16)
+    # The LSE keeps the largest score, even if one token has all weight.
+    scores = batch.whole_query()[0].float() @ batch.load(0)[1].T * SCALE
+    _, lse = batch.attend(kernel)
+    torch.testing.assert_close(lse[0], scores.logsumexp(-1), rtol=2e-3, atol=2e-3)
+
+
+@kernels
+def test_nan_of_a_query_stays_its_own(kernel):
+    batch = Latents(SMALL, [20, 20])
+    whole, _ = batch.attend(kernel)
+    batch.query[0, 1, 5] = batch.query_rope[1, 2, 3] = math.nan
+    output, lse = batch.attend(kernel)
     assert output[0, 1].isnan().all() and output[1, 2].isnan().all()
     assert lse.isnan().sum() == 2
     kept = ~output.isnan()
-    assert kept.sum() == 6 * layout.rank
+    assert kept.sum() == 6 * SMALL.rank
     assert torch.equal(output[kept], whole[kept])
 
 
-def test_page_beyond_4_gib():
+@pytest.mark.parametrize(
+    "kernel, head_size, length, block_size, num_heads",
+    [TRITON.case(256, 41, 16, 4), *(x.case(576, 180, 64, 16) for x in SOME_PLANS)],
+)
+def test_page_beyond_4_gib(kernel, head_size, length, block_size, num_heads):
     """Decode from pages at byte offsets beyond 2**31 and 2**32."""
-    layout = LatentFormat.from_cache_dtype("turbo4", 256)
-    near = latent_cache(layout, 3, 16)
-    table = torch.arange(3, dtype=torch.int32, device=DEVICE)[None]
-    fill_latent_cache(near, table, [41], layout)
+    layout = LatentFormat.from_cache_dtype("turbo4", head_size)
+    dtype = BF16 if is_cuda(kernel) else FP16
+    batch = Latents(layout, [length], None, num_heads, dtype, block_size)
+    near = latent_cache(layout, 3, block_size)
+    batch.table = torch.arange(3, dtype=torch.int32, device=DEVICE)[None]
+    fill_latent_cache(near, batch.table, [length], layout)
+    batch.cache = near
+    expected = batch.attend(kernel)
     far, blocks = spread_pages(near[:, None].contiguous())
-    query, _ = queries(layout, 1, 4, FP16)
-    expected = attend(query, None, near, layout, table, [41])
-    found = attend(query, None, far[:, 0], layout, blocks[None].int(), [41])
+    batch.cache, batch.table = far[:, 0], blocks[None].int()
+    found = batch.attend(kernel)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
 @pytest.mark.parametrize("query_len", [1, 4])
 def test_number_of_splits(query_len):
-    """There are enough programs for the GPU, and fewer splits for larger batches."""
-    from vllm.v1.attention.ops.turbo.triton.latent_decode import num_decode_splits
-
-    counts = [num_decode_splits(batch, 16, 132, query_len) for batch in range(1, 999)]
+    """Triton has enough programs for the GPU, and fewer splits for larger batches."""
+    splits = triton_decode.num_decode_splits
+    counts = [splits(batch, 16, 132, query_len) for batch in range(1, 999)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 1
     assert all(1 <= count <= LATENT_MAX_SPLITS for count in counts)
@@ -342,19 +286,16 @@ def test_entry_points_are_the_interfaces():
 
     Any further parameter has a default.
     """
-    from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
-
-    kernels = TritonLatentKernels()
+    of_triton = TritonLatentKernels()
     functions = {
         "store": ["call"],
         "decode_attention": ["call", "partials"],
         "gather": ["call"],
     }
     for name, expected in functions.items():
-        for owner in (kernels, latent_reference):
+        for owner in (of_triton, latent_reference):
             found = list(inspect.signature(getattr(owner, name)).parameters.values())
             assert [p.name for p in found[: len(expected)]] == expected
             assert all(p.default is not p.empty for p in found[len(expected) :])
-    layout = LatentFormat.from_cache_dtype("turbo4", 576)
-    assert kernels.store_sizes(layout)[0] == 1
-    kernels.make_matrices(layout.rank, DEVICE)
+    assert of_triton.store_sizes(LARGE)[0] == 1
+    of_triton.make_matrices(LARGE.rank, DEVICE)
