@@ -32,8 +32,6 @@ _SELECTED = re.compile(
     |features\.py::test_decodes\[3-4-raw-decode-turbo4-128-offset-bf16\]
     |features\.py::test_extends\[7-stored-extend_mma-turbo4-128-offset-fp16\]
     |features\.py::test_extends\[33-stored-extend_wgmma-turbo4-128-offset-bf16\]
-    |attention\.py::test_keys_of_very.*\[extend_wgmma-turbo4-128\]
-    |attention\.py::test_one_key.*\[extend_mma-turbo4-128\]
     |attention\.py::test_a_pass_of.*\[raw-outputs\]
     |attention\.py::test_extends\[raw-1-ragged-outputs-turbo4-64\]
     |attention\.py::test_queries_of_any_size\[(stored-bf16-40|raw-fp16--100)\]
@@ -65,6 +63,8 @@ _SELECTED = re.compile(
     |features\.py::test_pairs\[raw-extend_mma-turbo4-128-offset-sinks-window17\]
     ) | test_(
     merge\.py::test_against_fp64\[\[64,.*-64-True-bf16-cuda(2|8)-128\]
+    |decode\.py::test_keys_of_very.*\[extend_wgmma-turbo4-128\]
+    |decode\.py::test_one_key_gives_its_score.*\[extend_mma-turbo4-128\]
     |merge\.py::test_parts_of_ranks\[rows.*-cuda8-(64|256)\]
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-True-cuda8-128\]
     |latent_decode\.py::test_numbers_of_heads\[64-warpgroups\]

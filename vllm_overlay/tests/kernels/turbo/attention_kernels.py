@@ -141,6 +141,7 @@ KERNELS = {
                 "repetition": "the interpreter takes seconds for a run",
             },
             marks=(requires_triton,),
+            rotates_rule=True,
         ),
     )
 }

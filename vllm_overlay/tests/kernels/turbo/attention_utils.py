@@ -23,8 +23,6 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 
-from .utils import DEVICE
-
 
 def plain_attention(
     query: torch.Tensor,
@@ -297,42 +295,3 @@ def attend_by(
     """
     own = {x: options.pop(x) for x in ("enable_pdl", "tuning") if x in options}
     attend(query, call_of(kv_cache, layout, batch, *call, **options), partials, **own)
-
-
-def decode(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: list[int],
-    layout: TurboFormat,
-    num_splits: int = 2,
-    out_dtype: torch.dtype | None = None,
-    raw: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Rotate q and run Triton's decode kernels, with NaN in scratch and output before.
-
-    The softmax scale is 1 / sqrt(D). ``raw`` has K and V of the sequences' last
-    tokens, which are attended to as computed.
-    """
-    from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
-
-    num_seqs, num_heads, head_size = query.shape
-    nan = torch.full((num_seqs * num_splits, num_heads, head_size), math.nan)
-    partial = nan.to(DEVICE)
-    rotated_query = rotate_query(query, layout)
-    output = torch.full_like(query, math.nan, dtype=out_dtype)
-    attend_by(
-        decode_attention,
-        rotated_query,
-        kv_cache,
-        layout,
-        DecodeBatch(
-            num_seqs,
-            block_table,
-            torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
-        ),
-        Partials(partial, partial[:, :, 0].clone()),
-        output,
-        None if raw is None else RawTokens(query, *raw, head_size**-0.5),
-    )
-    return output

@@ -32,6 +32,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     StoreCall,
     Variant,
 )
+from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .attention_utils import (
@@ -53,6 +54,11 @@ from .utils import (
     requires_cuda,
     slots_of,
 )
+
+
+def layout_id(layout: TurboFormat | LatentFormat) -> str:
+    return f"{layout.name}-{layout.head_size}"
+
 
 LAYOUTS = [
     TurboFormat.from_cache_dtype(name, size)
@@ -81,13 +87,12 @@ CAPS = {2.0: 3.0, 50.0: 12.0}
 # Norms of the difference of segments' offsets, of norm 400, and of the queries' part
 # along them. All segments have weight, or only one, or scores are in the thousands.
 OFFSETS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
+decode_layouts = pytest.mark.parametrize(
+    "layout", [x for x in LAYOUTS if not DECODE.refusal(x)], ids=layout_id
+)
 raw_or_stored = pytest.mark.parametrize(
     "with_raw", [True, False], ids=["raw", "stored"]
 )
-
-
-def layout_id(layout: TurboFormat) -> str:
-    return f"{layout.name}-{layout.head_size}"
 
 
 def ints(values: list[int]) -> torch.Tensor:
@@ -119,6 +124,7 @@ class Kernel(NamedTuple):
         refusal: Returns why a layout has no such kernel; None if it has one.
         opt_outs: Features and cases that it is not tested with, each with the reason.
         marks: Marks of its tests.
+        rotates_rule: Whether the 2x rule rounds in rotated space.
 
     """
 
@@ -130,6 +136,7 @@ class Kernel(NamedTuple):
     refusal: Callable[[TurboFormat], str | None] = lambda layout: None
     opt_outs: Mapping[str, str] = MappingProxyType({})
     marks: tuple[pytest.MarkDecorator, ...] = (requires_cuda,)
+    rotates_rule: bool = False
 
     def case(self, *values: Any, name: str = "") -> Any:
         """The kernel and further values, as a case of ``pytest.mark.parametrize``."""
@@ -462,7 +469,7 @@ class Sequences:
             value,
             scoring.scale,
             query.dtype,
-            kernel.rounded is None,
+            kernel.rotates_rule,
             target,
             **options,
         )
@@ -533,12 +540,15 @@ class Sequences:
         self.scoring = scoring
         return output
 
-    def check_alone(self, kernel: Kernel) -> None:
-        """With one split, a sequence's output does not depend on the others."""
-        together = self.attend(kernel, True, 1)
+    def check_alone(
+        self, kernel: Kernel, with_raw: bool = True, num_splits: int = 1
+    ) -> None:
+        """Compare each sequence's output to its output alone, bit for bit."""
+        together = self.attend(kernel, with_raw, num_splits)
         for row, length in enumerate(self.seq_lens):
             own = together[slice(*self.starts[row : row + 2])]
-            assert torch.equal(self.alone(row).attend(kernel, True, 1), own)
+            alone = self.alone(row).attend(kernel, with_raw, num_splits)
+            assert torch.equal(alone, own)
             assert length > 0 or (own == 0).all()
 
     def check_recycled_bytes(self, kernel: Kernel) -> None:

@@ -3,12 +3,10 @@
 """Attention kernels of CUDA and Triton, compared to causal attention over the stored K
 and V: decodes with one query token or several, and extends of long contexts.
 
-test_cuda_decode.py has more of the decode kernel, and test_cuda_features.py the
+test_decode.py has decodes of one token and exact probes, and test_cuda_features.py the
 features of layers. The tests of extends hold for each kernel that takes queries in
 fp16.
 """
-
-import math
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda import extend_mma
+from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
@@ -34,7 +33,6 @@ from .attention_kernels import (
     KERNELS,
     kernels,
     kernels_and_layouts,
-    without,
 )
 from .attention_utils import assert_within
 from .sequences import (
@@ -46,12 +44,10 @@ from .sequences import (
     raw_or_stored,
 )
 from .utils import (
-    DEVICE,
     FP16,
     ON_GPU,
     gaussian,
     model_dtypes,
-    random_pages,
     requires_hopper,
     requires_nvidia,
 )
@@ -161,9 +157,12 @@ def test_a_pass_of_more_than_two_ranges(kernel, with_raw):
     Sequences(LAYOUT, [70, 1000], 5).check(kernel, with_raw, 64)
 
 
-@kernels_and_layouts(IN_FP16)
+@kernels_and_layouts(KERNELS)
 def test_recycled_bytes_do_not_leak(kernel, layout):
-    Sequences(layout, [3, 17, 33, STEP + 5], 3).check_recycled_bytes(kernel)
+    seq_lens, query_len, group = [1, 17, 33], 1, 2
+    if kernel.name in IN_FP16:
+        seq_lens, query_len, group = [3, 17, 33, STEP + 5], 3, 4
+    Sequences(layout, seq_lens, query_len, group).check_recycled_bytes(kernel)
 
 
 @kernels(DECODES)
@@ -325,76 +324,6 @@ def test_tensors_copied_by_sixteen_bytes(name, places, pad, message):
         KERNELS["outputs"].attend(*launch._replace(call=call))
 
 
-# Kernels that take queries in fp16, whose results the merge joins.
-PARTIAL_RESULTS = [x for x in IN_FP16 if x in without("partials")]
-
-
-@kernels_and_layouts(PARTIAL_RESULTS)
-def test_one_key_gives_its_score_and_value(kernel, layout):
-    """With one key the LSE is its score, up to rounding of fp32 sums, and the output is
-    its value. Pages hold random bytes, with scales from the least to the largest.
-    """
-    num_blocks = 256
-    cache = random_pages(layout, num_blocks, NUM_KV_HEADS, 16)
-    blocks = torch.arange(num_blocks, device=DEVICE).flip(0)
-    keys, values = reference.load(cache, blocks * 16, layout)
-    batch = Sequences(layout, [1] * num_blocks, 1, 2)
-    batch.seen = cache, blocks[:, None].int()
-    query = gaussian(num_blocks, 2 * NUM_KV_HEADS, layout.head_size).to(FP16)
-    output, lse = batch.partials(kernel, query, 0.125)
-    products = query.double() * keys.repeat_interleave(2, 1).double() * 0.125
-    allowed = 2.0**-18 * products.abs().sum(-1)
-    assert_within(lse.double(), products.sum(-1), allowed)
-    expected = values.repeat_interleave(2, 1).double()
-    largest = expected.abs().amax(-1, keepdim=True)
-    allowed = 2.0**-9 * expected.abs() + 2.0**-18 * largest + 2.0**-25 * 8
-    assert_within(output.double(), expected, allowed)
-
-
-@kernels_and_layouts(PARTIAL_RESULTS)
-@pytest.mark.parametrize("score", [1e4, -1e4])
-def test_large_scores(kernel, layout, score):
-    """Equal keys have equal weights, however large their scores."""
-    seq_lens = [1, STEP, 3 * STEP + 17]
-    batch = Sequences(layout, seq_lens, 1)
-    key = gaussian(1, NUM_KV_HEADS, layout.head_size, seed=3)
-    expected = []
-    for row, length in enumerate(seq_lens):
-        slots = batch.slots(row, 0, length)
-        value = gaussian(length, NUM_KV_HEADS, layout.head_size, seed=row)
-        repeated = key.expand(length, -1, -1).contiguous()
-        reference.store(StoreCall(batch.cache, slots, repeated, value, layout))
-        expected.append(reference.load(batch.cache, slots, layout)[1].mean(0))
-    query = reference.rotate(key).expand(len(seq_lens), -1, -1)
-    query = query.repeat_interleave(4, 1)
-    scale = score / query.square().sum(-1).min().item()
-    output, lse = batch.partials(kernel, query, scale)
-    assert (lse.sign() == math.copysign(1, score)).all() and lse.isfinite().all()
-    values = torch.stack(expected).repeat_interleave(4, 1)
-    assert (output - values).abs().max() <= 2e-3 * values.abs().max()
-
-
-@kernels_and_layouts(PARTIAL_RESULTS)
-def test_keys_of_very_different_lengths(kernel, layout):
-    """Keys of a tile differ by powers of two, and all their scores are as exact."""
-    length = 16
-    batch = Sequences(layout, [length], 1, 2)
-    key = gaussian(length, NUM_KV_HEADS, layout.head_size, seed=5)
-    key *= 2.0 ** torch.arange(8, -8, -1, device=DEVICE)[:, None, None]
-    slots = batch.slots(0, 0, length)
-    reference.store(StoreCall(batch.cache, slots, key, key, layout))
-    keys, values = (x.double() for x in reference.load(batch.cache, slots, layout))
-    query = 0.1 * gaussian(1, 2 * NUM_KV_HEADS, layout.head_size).to(FP16)
-    output, lse = batch.partials(kernel, query, 0.125)
-    repeated = keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)
-    scores = torch.einsum("hd,thd->ht", query[0].double(), repeated[0]) * 0.125
-    weights = torch.softmax(scores * math.log(2), -1)
-    expected = torch.einsum("ht,thd->hd", weights, repeated[1])
-    total = torch.logsumexp(scores * math.log(2), -1) / math.log(2)
-    assert (lse[0].double() - total).abs().max() <= 2e-3
-    assert (output[0] - expected).abs().max() <= 2e-3 * expected.abs().max()
-
-
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_shared_memory_has_room_for_two_stages(capability):
     """All architectures have room, and for two blocks with 64 queries of 128."""
@@ -425,3 +354,26 @@ def test_head_sizes_without_an_instance_say_so(kernel, how, sizes):
         if reason is not None:
             with pytest.raises(RuntimeError, match=f"head size {size}"):
                 kernel.module(layout, how, shared_bytes=ARCHITECTURES[90])
+
+
+def test_constants_are_those_of_the_format():
+    """K's two byte tables, looked up as prmt does, add up to the levels."""
+    header = layout_header(LAYOUT)
+    defined = dict(line.split(maxsplit=2)[1:] for line in header.splitlines()[2:])
+
+    def table(side: str) -> list[int]:
+        words = (int(defined[f"KEY_{side}_{half}"][:-1], 0) for half in ("LOW", "HIGH"))
+        data = b"".join(word.to_bytes(4, "little") for word in words)
+        return [byte - 256 if byte > 127 else byte for byte in data]
+
+    def looked_up(entries: list[int], nibble: int) -> int:
+        entry = entries[nibble & 7]
+        return entry if nibble < 8 else -1 if entry < 0 else 0
+
+    negative, positive = table("NEGATIVE"), table("POSITIVE")
+    unit = float(defined["KEY_LEVEL_UNIT"][:-1])
+    levels = [
+        (looked_up(negative, code) + looked_up(positive, 15 - code)) / unit
+        for code in range(16)
+    ]
+    assert levels == list(LAYOUT.key_codebook.levels)

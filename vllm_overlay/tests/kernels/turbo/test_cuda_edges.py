@@ -31,7 +31,7 @@ from .cuda_steps import (
     rows_of,
     served_splits,
 )
-from .test_cuda_decode import all_layouts
+from .sequences import decode_layouts
 from .utils import BF16, DEVICE, INVALID_BLOCK, requires_cuda, requires_nvidia, slots_of
 
 pytestmark = requires_cuda
@@ -61,7 +61,7 @@ def check_all(
         assert_close_in_rotated_space(output[row], expected, magnitude)
 
 
-@all_layouts
+@decode_layouts
 @pytest.mark.parametrize("group", [4, 8, 16])
 def test_lengths_of_1_to_200000_in_a_batch(layout, group):
     cache, step = random_sequences(layout, RAGGED, group)
@@ -92,7 +92,7 @@ def test_fifty_runs_give_the_same_bits(layout, num_splits):
         assert torch.equal(step.run(cache, layout, scratch), expected)
 
 
-@all_layouts
+@decode_layouts
 def test_one_split_gives_the_same_bits_in_any_batch(layout):
     seq_lens = [9000, 1, 0, 31, 3000, 17, 64, 511]
     cache, step = random_sequences(layout, seq_lens)
@@ -109,7 +109,7 @@ def test_one_split_gives_the_same_bits_in_any_batch(layout):
         assert torch.equal(output, alone[rows])
 
 
-@all_layouts
+@decode_layouts
 def test_padding(layout):
     """Padding gives zeros for any q, K, V and block table, and others do not change."""
     seq_lens = [0, 5, 0, 0, 1700, 40, 0]
@@ -185,7 +185,7 @@ def test_pages_beyond_4_gib(layout):
         )
 
 
-@all_layouts
+@decode_layouts
 @pytest.mark.parametrize("score", [0.0, 1e4, -1e4])
 def test_equal_scores_give_the_mean(layout, score):
     """All keys are the same vector, whose score with each query is ``score``."""
@@ -212,7 +212,7 @@ def test_equal_scores_give_the_mean(layout, score):
             assert_within(output[row], mean, 2**-8 * mean.abs().max(), f"{length} keys")
 
 
-@all_layouts
+@decode_layouts
 def test_scores_of_10000(layout):
     """Scores from -1e4 to 1e4: a key far above the others gives its value."""
     seq_lens = [5000, 1, 300, 20_000]
@@ -242,7 +242,7 @@ def test_scores_of_10000(layout):
     assert num_single >= 24
 
 
-@all_layouts
+@decode_layouts
 @pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
 def test_scores_that_rise(layout, sign):
     """Scores of two tiles exceed those of the two before by about the threshold at
@@ -264,7 +264,7 @@ def test_scores_that_rise(layout, sign):
         check_all(cache, step, layout, [length] * len(rises), num_splits)
 
 
-@all_layouts
+@decode_layouts
 def test_a_dominating_key_gives_its_value(layout):
     """A dominating key in the first tile, the last or between outweighs all others."""
     places, length = [0, 1, 15, 16, 2517, 4999], 5000
@@ -287,7 +287,7 @@ def test_a_dominating_key_gives_its_value(layout):
         )
 
 
-@all_layouts
+@decode_layouts
 @pytest.mark.parametrize(
     "magnitude, codes",
     [(2.0**20, (SCALE_CODE_MAX,) * 2), (2.0**-15, (1, 24)), (2.0**-17, (0, 8))],

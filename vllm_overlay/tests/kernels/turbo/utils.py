@@ -83,10 +83,9 @@ requires_nvidia = pytest.mark.skipif(
 )
 all_presets = pytest.mark.parametrize("name", TURBO_PRESETS)
 # The interpreter takes seconds a case. It skips k4v3, which packs K as turbo4 does and
-# V as turbo3. A test that does not depend on the packing gets one preset.
+# V as turbo3.
 PACKINGS = list(TURBO_PRESETS) if ON_GPU else ["turbo4", "turbo3"]
 packings = pytest.mark.parametrize("name", PACKINGS)
-one_packing = pytest.mark.parametrize("name", TURBO_PRESETS if ON_GPU else ["turbo4"])
 all_head_sizes = pytest.mark.parametrize("head_size", HEAD_SIZES)
 all_codebooks = pytest.mark.parametrize(
     "codebook",
