@@ -24,6 +24,15 @@ _SELECTED = re.compile(
     |store\.py::test_rotated_query\[cuda-turbo4-128-bf16\]
     |latent_gather\.py::test_gather_equals.*\[cuda-turbo(4-576-bf|3-320-fp)16\]
     |latent_store\.py::test_bytes_equal.*\[cuda-(1-turbo4-576-bf|4-turbo3-320-fp)16\]
+    |merge\.py::test_against_fp64\[\[64,.*-64-True-bf16-cuda(2|8)-128\]
+    |decode\.py::test_keys_of_very.*\[extend_wgmma-turbo4-128\]
+    |decode\.py::test_one_key_gives_its_score.*\[extend_mma-turbo4-128\]
+    |merge\.py::test_parts_of_ranks\[rows.*-cuda8-(64|256)\]
+    |merge\.py::test_sinks\[torch.float16-\[8,.*-51-True-cuda8-128\]
+    |latent_decode\.py::test_numbers_of_heads\[64-warpgroups\]
+    |latent_decode\.py::test_several_query_tokens\[(8-slices|16-copying-slices)\]
+    |latent_decode\.py::test_lengths\[fp16-40-warpgroups-turbo4-320\]
+    |latent_decode\.py::test_lengths\[bf16-16-copying-slices-turbo4-320\]
     )
     |test_cuda_(
     store\.py::test_partial_blocks\[(0|17)-cuda-4-turbo4\]
@@ -61,16 +70,6 @@ _SELECTED = re.compile(
     |features\.py::test_pairs\[stored-decode-turbo4-128-offset-window261\]
     |features\.py::test_scores_far_below_zero\[extend_mma\]
     |features\.py::test_pairs\[raw-extend_mma-turbo4-128-offset-sinks-window17\]
-    ) | test_(
-    merge\.py::test_against_fp64\[\[64,.*-64-True-bf16-cuda(2|8)-128\]
-    |decode\.py::test_keys_of_very.*\[extend_wgmma-turbo4-128\]
-    |decode\.py::test_one_key_gives_its_score.*\[extend_mma-turbo4-128\]
-    |merge\.py::test_parts_of_ranks\[rows.*-cuda8-(64|256)\]
-    |merge\.py::test_sinks\[torch.float16-\[8,.*-51-True-cuda8-128\]
-    |latent_decode\.py::test_numbers_of_heads\[64-warpgroups\]
-    |latent_decode\.py::test_several_query_tokens\[(8-slices|16-copying-slices)\]
-    |latent_decode\.py::test_lengths\[fp16-40-warpgroups-turbo4-320\]
-    |latent_decode\.py::test_lengths\[bf16-16-copying-slices-turbo4-320\]
     )""",
     re.VERBOSE,
 )
