@@ -5,7 +5,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -51,11 +51,29 @@ class ExtendLayer:
     @classmethod
     def make(
         cls, folder: Path, mode: str = "raw", dtype=FP16, num_drafts=0, **options: Any
-    ) -> "ExtendLayer":
+    ) -> Self:
         config = make_vllm_config(
             folder, "turbo4", dtype, mode, max_num_batched_tokens=2048
         )
-        return cls(with_drafts(config, num_drafts) if num_drafts else config, **options)
+        return cls(with_drafts(config, num_drafts), **options)
+
+    @classmethod
+    def beside_drafts(cls, folder: Path, num_drafts: int, length: int) -> Self:
+        """A layer that has served an extend beside decodes with drafts."""
+        layer = cls.make(folder, num_drafts=num_drafts)
+        lens = (num_drafts + 1, 1, num_drafts, length)
+        layer.check([(count, 40) for count in lens])
+        return layer
+
+    @classmethod
+    def sharing_a_cache(cls, folder: Path) -> Self:
+        """A layer that has served extends with another layer's K and V."""
+        layer = cls.make(folder, kv_sharing_target_layer_name="layers.0.attn")
+        batch = Batch.make(layer.impl, [(1, 31), (33, 40), (2, 33)])
+        assert layer.runner.shares_cache
+        cls.make(folder, "stored").run(batch)
+        batch.check(layer.impl, layer.run(batch))
+        return layer
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The output, (T, Hq, D)."""
@@ -110,3 +128,9 @@ class ExtendLayer:
 def break_tokens(x: torch.Tensor) -> None:
     """Set every other token to NaN, and the rest to infinity."""
     x[0::2], x[1::2] = math.nan, math.inf
+
+
+def break_raw_tokens(batch: Batch, broken: int) -> None:
+    """Break all raw tokens of a request, for ``ExtendLayer.check_broken``."""
+    for x in (batch.query, batch.key, batch.value):
+        break_tokens(x.split([20, 18, len(x) - 38])[broken])

@@ -5,7 +5,6 @@ all others and writes outputs, so that nothing is merged.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,15 +39,22 @@ from .backend_utils import (
     register,
     set_scratch,
 )
-from .batch_utils import Batch
-from .extend_layers import LONGEST, ExtendLayer, break_tokens, scoring_options, scorings
+from .batch_utils import Batch, pad_to_graph
+from .extend_layers import (
+    LONGEST,
+    ExtendLayer,
+    break_raw_tokens,
+    break_tokens,
+    scoring_options,
+    scorings,
+)
 from .rank_utils import RankGroup, Ranks
 from .utils import (
-    BF16,
     DEVICE,
     FP16,
     cache_spec,
     gaussian,
+    model_dtypes,
     requires_hopper,
     slots_of,
 )
@@ -66,11 +72,6 @@ BATCHES = {
     "one": [(130, 7)],
     "a step's end": [(16, 64), (32, 48), (48, 63)],
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +107,7 @@ class Layer(ExtendLayer):
         )
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@model_dtypes
 @prefill_modes
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 def test_batches(folder, requests, mode, dtype):
@@ -157,30 +158,16 @@ def test_layers_beside_one_with_an_offset_merge(folder):
 @pytest.mark.parametrize("num_drafts", [2, 19])
 def test_beside_drafts(folder, num_drafts):
     """Any number of drafts are decodes, because only the device has their lengths."""
-    layer = Layer.make(folder, num_drafts=num_drafts)
-    lens = (num_drafts + 1, 1, num_drafts)
-    layer.check([(length, 40) for length in lens] + [(num_drafts + 20, 40)])
+    layer = Layer.beside_drafts(folder, num_drafts, num_drafts + 20)
     assert layer.calls == [(num_drafts + 20, 1)]
 
 
 def test_requests_without_query_tokens(folder):
     """Padded requests, after all others, have length 0 and no query tokens."""
     layer = Layer.make(folder)
-    requests = [(20, 40), (2, 33)]
-    batch = Batch.make(layer.impl, requests)
+    batch = Batch.make(layer.impl, [(20, 40), (2, 33)])
     expected = layer.run(batch)
-    common = batch.common
-    lens = torch.nn.functional.pad(common.seq_lens_cpu_upper_bound, (0, 2))
-    starts = torch.nn.functional.pad(common.query_start_loc_cpu, (0, 2), value=22)
-    table = torch.nn.functional.pad(common.block_table_tensor, (0, 0, 0, 2))
-    batch.common = common.replace(
-        query_start_loc=starts.to(DEVICE),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.to(DEVICE),
-        seq_lens_cpu_upper_bound=lens,
-        block_table_tensor=table,
-        num_reqs=4,
-    )
+    batch.common = pad_to_graph(batch.common, 4, len(expected))
     assert torch.equal(layer.run(batch), expected)
 
 
@@ -207,8 +194,7 @@ def test_broken_neighbours(folder, broken, where):
 
     def break_batch(batch: Batch) -> None:
         if where != "pages":
-            for x in (batch.query, batch.key, batch.value):
-                break_tokens(x[(slice(0, 20), slice(20, 38))[broken]])
+            break_raw_tokens(batch, broken)
         if where != "own":
             slots = slots_of(batch.table[broken], 0, 40, BLOCK_SIZE)
             context = torch.zeros(40, NUM_KV_HEADS, HEAD_SIZE, dtype=FP16)
@@ -259,13 +245,7 @@ def test_numbers_too_large_for_fp16_when_they_are_rotated(folder):
 
 def test_query_tokens_from_the_cache(folder):
     """Query tokens in the cache are attended to with all others there."""
-    requests = [(1, 31), (33, 40), (2, 33)]
-    layer = Layer.make(folder, kv_sharing_target_layer_name="layers.0.attn")
-    batch = Batch.make(layer.impl, requests)
-    assert layer.runner.shares_cache
-    Layer.make(folder, "stored").run(batch)
-    batch.check(layer.impl, layer.run(batch))
-    assert layer.calls == [(35, 2)]
+    assert Layer.sharing_a_cache(folder).calls == [(35, 2)]
 
 
 @pytest.mark.usefixtures("workspace")
@@ -389,20 +369,12 @@ def test_warm_up_launches_each_plan(folder, mode):
     assert merged == [1, LONGEST]
 
 
+# Numbers of queries by the rows of their plan.
+ROWS = {64: [1, 64], 128: [65, 192, 384, 513], 256: [193, 256, 512, 768]}
+
+
 @pytest.mark.parametrize(
-    "num_queries, rows",
-    [
-        (1, 64),
-        (64, 64),
-        (65, 128),
-        (192, 128),
-        (193, 256),
-        (256, 256),
-        (384, 128),
-        (512, 256),
-        (513, 128),
-        (768, 256),
-    ],
+    "num_queries, rows", [(n, rows) for rows, counts in ROWS.items() for n in counts]
 )
 def test_plans(num_queries, rows):
     """A plan has as few rows without a query as possible, in products of 64 rows."""

@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Extends whose raw tokens go to FlashAttention; the merge only adds its result."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,13 @@ from .backend_utils import (
     set_scratch,
 )
 from .batch_utils import Batch
-from .extend_layers import LONGEST, ExtendLayer, break_tokens, scoring_options, scorings
+from .extend_layers import (
+    LONGEST,
+    ExtendLayer,
+    break_raw_tokens,
+    scoring_options,
+    scorings,
+)
 from .utils import BF16, DEVICE, gaussian, requires_cuda
 
 pytestmark = requires_cuda
@@ -44,11 +49,6 @@ BATCHES = {
     "hundreds": ([(1, 40), (200, 40)], [200]),
     "several calls": ([(200, 40), (20, 40), (630, 9), (37, 200)], [200, 630, 37]),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +122,7 @@ def test_offset_of_keys(folder, monkeypatch):
 @pytest.mark.parametrize("num_drafts", [2, FEW + 3])
 def test_beside_drafts(folder, num_drafts):
     """Any number of drafts are decodes, because only the device has their lengths."""
-    layer = Layer.make(folder, num_drafts=num_drafts)
-    lens = (num_drafts + 1, 1, num_drafts)
-    layer.check([(length, 40) for length in lens] + [(num_drafts + 40, 40)])
+    layer = Layer.beside_drafts(folder, num_drafts, num_drafts + 40)
     assert layer.lens == [num_drafts + 40]
 
 
@@ -135,8 +133,7 @@ def test_broken_neighbours(folder, broken):
 
     def break_batch(batch: Batch) -> None:
         assert layer.lens == [20]
-        for x in (batch.query, batch.key, batch.value):
-            break_tokens(x[(slice(0, 20), slice(20, 38))[broken]])
+        break_raw_tokens(batch, broken)
 
     assert layer.check_broken(break_batch, broken).isnan().all()
     assert layer.lens == [20]
@@ -144,17 +141,9 @@ def test_broken_neighbours(folder, broken):
 
 def test_query_tokens_from_the_cache(folder):
     """Query tokens in the cache are attended to with all others there."""
-    requests = [(1, 31), (33, 40), (2, 33)]
-    for layer in (
-        Layer.make(folder, "stored"),
-        Layer.make(folder, kv_sharing_target_layer_name="layers.0.attn"),
-    ):
-        batch = Batch.make(layer.impl, requests)
-        if layer.runner.shares_cache:
-            own = Layer.make(folder, "stored")
-            own.run(batch)
-        batch.check(layer.impl, layer.run(batch))
-        assert layer.calls == []
+    layer = Layer.make(folder, "stored")
+    layer.check([(1, 31), (33, 40), (2, 33)])
+    assert layer.calls == Layer.sharing_a_cache(folder).calls == []
 
 
 @pytest.mark.usefixtures("workspace")
