@@ -152,6 +152,18 @@ def with_attribute(config: VllmConfig, name: str, value: object) -> VllmConfig:
     return changed
 
 
+def with_setting(config: VllmConfig, part: str, **values: object) -> VllmConfig:
+    """A copy of the configuration with other values in one part, "config.subconfig"."""
+    changed = whole = copy(config)
+    for name in part.split("."):
+        own = copy(getattr(changed, name))
+        object.__setattr__(changed, name, own)
+        changed = own
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
+    return whole
+
+
 def speculative_config(config: VllmConfig, method: str) -> VllmConfig:
     speculative = SpeculativeConfig(
         method="ngram",
@@ -167,10 +179,8 @@ def speculative_config(config: VllmConfig, method: str) -> VllmConfig:
 
 def mm_prefix_config(config: VllmConfig) -> VllmConfig:
     """The configuration of a model whose image tokens see each other."""
-    model_config = copy(config.model_config)
     # The cached property is set, because computing it needs a checkpoint.
-    vars(model_config)["is_mm_prefix_lm"] = True
-    return with_attribute(config, "model_config", model_config)
+    return with_setting(config, "model_config", is_mm_prefix_lm=True)
 
 
 def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
@@ -180,9 +190,7 @@ def with_adaptive_verification(config: VllmConfig) -> VllmConfig:
 
 
 def fast_prefill_config(config: VllmConfig) -> VllmConfig:
-    cache_config = copy(config.cache_config)
-    cache_config.kv_sharing_fast_prefill = True
-    return with_attribute(config, "cache_config", cache_config)
+    return with_setting(config, "cache_config", kv_sharing_fast_prefill=True)
 
 
 def make_spec(spec_type: type = FullAttentionSpec, **changes) -> AttentionSpec:

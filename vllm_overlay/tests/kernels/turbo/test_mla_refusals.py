@@ -3,7 +3,7 @@
 """MLA models and settings that turbo pages do not serve are refused at the start."""
 
 from collections.abc import Callable, Iterator
-from copy import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -35,16 +35,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from .backend_utils import make_layer
-from .mla_utils import (
-    FP32,
-    MLABatch,
-    make_mla_builder,
-    make_mla_config,
-    make_mla_layer,
-)
+from .mla_utils import FP32, MLABatch, make_mla_builder, make_mla_config, make_mla_layer
 from .refusal_cases import (
     MICRO_BATCHES,
     listed,
+    make_builder,
     make_spec,
     multi_config,
     parallel_config,
@@ -55,7 +50,7 @@ from .refusal_cases import (
     speculative_config,
     transfer_config,
     with_adaptive_verification,
-    with_attribute,
+    with_setting,
 )
 from .test_refusals import refused
 from .utils import ON_GPU
@@ -105,20 +100,21 @@ def test_one_vector_has_one_width(select):
         select(name="k4v3", **MLA)
 
 
+OTHER_BACKENDS = {
+    "TRITON_MLA": (MLA, "TURBO_MLA.*drop --attention-backend"),
+    "FLASHMLA": (MLA, "TURBO_MLA.*drop --attention-backend"),
+    "TURBO": (MLA, "attention backend TURBO.*pass TURBO_MLA"),
+    "TURBO_MLA": ({}, "attention backend TURBO_MLA.*pass TURBO"),
+}
+
+
 @selectors
-@pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA"])
+@pytest.mark.parametrize("backend", OTHER_BACKENDS)
 def test_other_backend(select, backend):
-    with refused("TURBO_MLA.*drop --attention-backend"):
-        select(AttentionBackendEnum[backend], **MLA)
+    arguments, message = OTHER_BACKENDS[backend]
+    with refused(message):
+        select(AttentionBackendEnum[backend], **arguments)
     assert "turbo_mla" in select(AttentionBackendEnum.TURBO_MLA, **MLA)
-
-
-@selectors
-def test_backend_of_other_attention(select):
-    with refused("attention backend TURBO.*pass TURBO_MLA"):
-        select(AttentionBackendEnum.TURBO, **MLA)
-    with refused("attention backend TURBO_MLA.*pass TURBO"):
-        select(AttentionBackendEnum.TURBO_MLA)
 
 
 def test_other_mla_backends_are_selected_as_before():
@@ -159,29 +155,9 @@ def test_sizes(config, folder, rank, rope):
         make_mla_layer(make_mla_config(folder, rank=rank, rope=rope))
 
 
-def with_setting(config: VllmConfig, part: str, **values: object) -> VllmConfig:
-    """A copy of the configuration with other values in one part."""
-    changed = copy(getattr(config, part))
-    for name, value in values.items():
-        object.__setattr__(changed, name, value)
-    return with_attribute(config, part, changed)
-
-
-def fused_update(config: VllmConfig) -> VllmConfig:
-    passes = copy(config.compilation_config.pass_config)
-    passes.fuse_rope_kvcache_cat_mla = True
-    return with_setting(config, "compilation_config", pass_config=passes)
-
-
-def sink_config(config: VllmConfig) -> VllmConfig:
-    text = copy(config.model_config.hf_text_config)
-    text.learnable_sink = True
-    return with_setting(config, "model_config", hf_text_config=text)
-
-
 def setting(part: str, **values: object) -> Callable[[VllmConfig], VllmConfig]:
     """A function that changes values in one part of a configuration."""
-    return lambda config: with_setting(config, part, **values)
+    return partial(with_setting, part=part, **values)
 
 
 SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
@@ -194,10 +170,13 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
         "leave out --attention-config.use_prefill_query_quantization",
     ),
     "fused update": (
-        fused_update,
+        setting("compilation_config.pass_config", fuse_rope_kvcache_cat_mla=True),
         "leave out --compilation-config.pass_config.fuse_rope_kvcache_cat_mla",
     ),
-    "sinks": (sink_config, "attention sinks of MLA"),
+    "sinks": (
+        setting("model_config.hf_text_config", learnable_sink=True),
+        "attention sinks of MLA",
+    ),
     "DSpark": (partial(speculative_config, method="dspark"), "method dspark"),
     "DFlash": (partial(speculative_config, method="dflash"), "method dflash"),
     "adaptive verification": (with_adaptive_verification, "adaptive"),
@@ -224,30 +203,30 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
 }
 
 
+SIZES = dict(
+    num_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=512,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=64,
+)
+
+
 def make_impl(config: VllmConfig, **changes: object) -> object:
     """An implementation, made as by vLLM's MLA layer."""
-    arguments = dict(
-        num_heads=4,
+    none = "alibi_slopes", "sliding_window", "logits_soft_cap", "indexer"
+    arguments = dict.fromkeys([*none, "kv_sharing_target_layer_name"]) | dict(
         head_size=576,
         scale=0.1,
         num_kv_heads=1,
-        alibi_slopes=None,
-        sliding_window=None,
         kv_cache_dtype="turbo4",
-        logits_soft_cap=None,
         attn_type=AttentionType.DECODER,
-        kv_sharing_target_layer_name=None,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=64,
         qk_head_dim=128,
-        v_head_dim=64,
         kv_b_proj=nn.Linear(1, 1),
-        indexer=None,
     )
     with set_current_vllm_config(config):
-        return TurboMLABackend.get_impl_cls()(**(arguments | changes))
+        return TurboMLABackend.get_impl_cls()(**(arguments | SIZES | changes))
 
 
 @pytest.mark.parametrize("change, feature", SETTINGS.values(), ids=SETTINGS)
@@ -257,20 +236,16 @@ def test_setting(config, change, feature):
         make_impl(change(config))
 
 
-CANONICAL = {"kv_connector_extra_config": {"canonical_layout": True}}
-
-
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_connectors(config, name):
     """Connectors known to work with MLA are served; refusals of others name one."""
+    options, instead = {}, "(use [A-Z]|leave it out)"
     if name in MLA_CONNECTORS:
         make_impl(transfer_config(config, name))
-        with refused(f"KV connector {name} .*leave out canonical_layout"):
-            make_impl(transfer_config(config, name, **CANONICAL))
-        return
-    instead = "(use [A-Z]|leave it out)"
+        options = {"kv_connector_extra_config": {"canonical_layout": True}}
+        instead = "leave out canonical_layout"
     with refused(f"KV connector {name} .*{instead}"):
-        make_impl(transfer_config(config, name))
+        make_impl(transfer_config(config, name, **options))
 
 
 def test_connectors_of_others(config):
@@ -297,12 +272,10 @@ def test_fused_cache_update(config):
 @pytest.mark.parametrize("window", ["auto", 0, 16])
 def test_recent_window(config, window):
     """MLA has no recent window; a number of tokens is refused."""
-    changed = with_setting(config, "attention_config", turbo_window=window)
-    if window != 16:
-        make_impl(changed)
-        return
-    with pytest.raises(ValueError, match="turbo_window=16 cannot be had, because MLA"):
-        make_impl(changed)
+    message = "turbo_window=16 cannot be had, because MLA"
+    is_refused = pytest.raises(ValueError, match=message)
+    with is_refused if window == 16 else nullcontext():
+        make_impl(with_setting(config, "attention_config", turbo_window=window))
 
 
 def test_cuda_kernels_need_a_gpu(config):
@@ -326,17 +299,11 @@ SPECS: dict[str, tuple[Callable[[], AttentionSpec], str]] = {
 }
 
 
-def make_builder(config: VllmConfig, make: Callable[[], AttentionSpec]) -> object:
-    builder = TurboMLABackend.get_builder_cls()
-    with set_current_vllm_config(config):
-        return builder(make(), ["layers.0.attn"], config, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("make, feature", SPECS.values(), ids=SPECS)
 def test_spec(config, make, feature):
     make_mla_layer(config)
     with refused(feature):
-        make_builder(config, make)
+        make_builder(config, make(), TurboMLABackend.get_builder_cls())
 
 
 def test_non_causal_batch(config):
@@ -345,38 +312,6 @@ def test_non_causal_batch(config):
     common = MLABatch.make(layer, [(3, 16)]).common
     with pytest.raises(NotImplementedError, match="turbo4.*non-causal"):
         make_mla_builder(config, layer).build(0, replace(common, causal=False))
-
-
-KIMI = dict(
-    vocab_size=64,
-    hidden_size=256,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    kv_lora_rank=512,
-    q_lora_rank=None,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-)
-
-
-def make_kimi_layer(config: VllmConfig) -> nn.Module:
-    """The layer of Kimi-Linear, which stores latents with a kernel of its own."""
-    text = KimiLinearConfig(**KIMI)
-    dtype = config.model_config.dtype
-    with set_current_vllm_config(config), set_default_torch_dtype(dtype):
-        return MultiHeadLatentAttention(
-            config=text,
-            hidden_size=text.hidden_size,
-            num_heads=text.num_attention_heads,
-            qk_nope_head_dim=text.qk_nope_head_dim,
-            qk_rope_head_dim=text.qk_rope_head_dim,
-            v_head_dim=text.v_head_dim,
-            q_lora_rank=text.q_lora_rank,
-            kv_lora_rank=text.kv_lora_rank,
-            cache_config=config.cache_config,
-            prefix="layers.9.self_attn",
-        )
 
 
 class OwnMLAAttention(MLAAttention):
@@ -388,9 +323,19 @@ platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
 
 @platforms
 def test_layers_of_kimi_linear(config, platform):
-    """The backend is selected as for any layer, and the start refuses it."""
+    """Kimi-Linear stores latents with a kernel of its own. The backend is selected as
+    for any layer, and the start refuses it.
+    """
     make_mla_layer(config)
-    layer = make_kimi_layer(config)
+    dtype = config.model_config.dtype
+    with set_current_vllm_config(config), set_default_torch_dtype(dtype):
+        layer = MultiHeadLatentAttention(
+            config=KimiLinearConfig(vocab_size=64, num_hidden_layers=1),
+            hidden_size=256,
+            cache_config=config.cache_config,
+            prefix="layers.9.self_attn",
+            **SIZES,
+        )
     assert layer.get_attn_backend() is TurboMLABackend
     with refused(r"layer layers\.9\.self_attn of DeepseekV2ForCausalLM .MultiHeadLat"):
         platform.update_block_size_for_backend(config)
@@ -406,32 +351,25 @@ def test_layers_of_another_class(config, platform, monkeypatch):
         platform.update_block_size_for_backend(config)
 
 
-def make_neighbour(config: VllmConfig) -> None:
-    """Add a layer with K and V, as a drafter has."""
+def start_beside_k_and_v(
+    config: VllmConfig, platform: Platform = current_platform
+) -> None:
+    """Start with a layer of MLA and one with K and V, as a drafter has."""
+    make_mla_layer(config)
     make_layer(config, prefix="draft.0")
+    platform.update_block_size_for_backend(config)
 
 
 @platforms
 def test_layers_with_k_and_v_beside(config, platform):
-    make_mla_layer(config)
-    make_neighbour(config)
     with refused("MLA beside layers with K and V"):
-        platform.update_block_size_for_backend(config)
-
-
-def beside(config: VllmConfig) -> None:
-    make_mla_layer(config)
-    make_neighbour(config)
-    current_platform.update_block_size_for_backend(config)
+        start_beside_k_and_v(config, platform)
 
 
 def selection_reasons(config: VllmConfig) -> Iterator[str]:
     """The reasons of validation, on platforms with a list of backends."""
-    flags = {
-        name: True
-        for name in selector_config()._fields
-        if name.startswith(("use_", "has_"))
-    }
+    fields = selector_config()._fields
+    flags = {name: True for name in fields if name.startswith(("use_", "has_"))}
     for backend, changes in (
         (TritonMLABackend, MLA),
         (TurboMLABackend, MLA | flags | dict(use_sparse=False)),
@@ -444,12 +382,13 @@ def selection_reasons(config: VllmConfig) -> Iterator[str]:
 
 def test_the_list_of_reasons_is_complete(config, folder):
     """``MLA_REASONS`` has exactly the reasons that only MLA is refused for."""
+    builder = TurboMLABackend.get_builder_cls()
     calls: list[Callable[[], object]] = [
         *(partial(make_impl, change(config)) for change, _ in SETTINGS.values()),
         partial(make_impl, config, sliding_window=64),
         partial(make_impl, config, kv_lora_rank=448),
-        *(partial(make_builder, config, make) for make, _ in SPECS.values()),
-        partial(beside, make_mla_config(folder)),
+        *(partial(make_builder, config, make(), builder) for make, _ in SPECS.values()),
+        partial(start_beside_k_and_v, make_mla_config(folder)),
     ]
     texts = [text for call in calls for text in reasons_of(call)]
     texts += reasons_of(partial(make_impl, config, kv_cache_dtype="k4v3"), "k4v3")
