@@ -142,6 +142,18 @@ class Step(NamedTuple):
         )
         return scratch.output
 
+    def output(
+        self,
+        cache: torch.Tensor,
+        layout: TurboFormat,
+        num_splits: int,
+        with_raw: bool = False,
+        dtype: torch.dtype = BF16,
+    ) -> torch.Tensor:
+        """The output of ``run`` in scratch of its own."""
+        scratch = Scratch.of(self.query, num_splits, dtype)
+        return self.run(cache, layout, scratch, with_raw)
+
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Standard normal numbers, made on the device because there are many."""
@@ -170,6 +182,18 @@ def fill(
     """Store K and V of a sequence, each (T, H, D), with the kernel."""
     slots = slots_of(block_table_row, 0, key.shape[0], BLOCK_SIZE)
     cuda_store.store(StoreCall(cache, slots, key, value, layout))
+
+
+def stored(
+    cache: torch.Tensor,
+    block_table_row: torch.Tensor,
+    first: int,
+    last: int,
+    layout: TurboFormat,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, each (last - first, H, D) fp32 in rotated space, of a sequence."""
+    slots = slots_of(block_table_row, first, last, BLOCK_SIZE)
+    return reference.load(cache, slots, layout)
 
 
 def random_sequences(
@@ -221,8 +245,7 @@ def attend_in_pieces(
     outputs, lses = [], []
     for first in range(0, length, PIECE):
         last = min(first + PIECE, length)
-        slots = slots_of(block_table_row, first, last, BLOCK_SIZE)
-        keys, values = reference.load(cache, slots, layout)
+        keys, values = stored(cache, block_table_row, first, last, layout)
         keys = reference.inverse_rotate(keys) * layout.key_codebook.gain
         values = reference.inverse_rotate(values)
         output, lse = reference.attention(
@@ -279,8 +302,7 @@ def rotated_attention(
         rotated.
 
     """
-    slots = slots_of(block_table_row, 0, length, BLOCK_SIZE)
-    sides = reference.load(cache, slots, layout)
+    sides = stored(cache, block_table_row, 0, length, layout)
     group = query.shape[0] // NUM_KV_HEADS
     keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in sides)
     factor = layout.key_codebook.gain * layout.head_size**-0.5

@@ -30,6 +30,7 @@ from .cuda_steps import (
     rotated_attention,
     rows_of,
     served_splits,
+    stored,
 )
 from .sequences import decode_layouts
 from .utils import BF16, DEVICE, INVALID_BLOCK, requires_cuda, requires_nvidia, slots_of
@@ -53,7 +54,7 @@ def check_all(
     num_splits: int,
 ) -> None:
     """Compare each sequence's output, in fp32, to attention in rotated space."""
-    output = step.run(cache, layout, Scratch.of(step.query, num_splits, torch.float32))
+    output = step.output(cache, layout, num_splits, dtype=torch.float32)
     for row, length in enumerate(seq_lens):
         where = cache, step.block_table[row], length, layout
         scores, values, expected = rotated_attention(step.query[row], *where)
@@ -65,8 +66,7 @@ def check_all(
 @pytest.mark.parametrize("group", [4, 8, 16])
 def test_lengths_of_1_to_200000_in_a_batch(layout, group):
     cache, step = random_sequences(layout, RAGGED, group)
-    scratch = Scratch.of(step.query, served_splits(len(RAGGED)))
-    output = step.run(cache, layout, scratch)
+    output = step.output(cache, layout, served_splits(len(RAGGED)))
     for row, length in enumerate(RAGGED):
         if length == 0:
             assert (output[row] == 0).all()
@@ -83,7 +83,7 @@ def test_fifty_runs_give_the_same_bits(layout, num_splits):
     seq_lens = [20_000, 1, 0, 3000, 17, 64, 511] * 5
     cache, step = random_sequences(layout, seq_lens)
     num_splits = num_splits or served_splits(len(seq_lens))
-    expected = step.run(cache, layout, Scratch.of(step.query, num_splits)).clone()
+    expected = step.output(cache, layout, num_splits)
     assert expected.isfinite().all()
     scratch = Scratch.of(step.query, num_splits)
     for run in range(50):
@@ -96,16 +96,11 @@ def test_fifty_runs_give_the_same_bits(layout, num_splits):
 def test_one_split_gives_the_same_bits_in_any_batch(layout):
     seq_lens = [9000, 1, 0, 31, 3000, 17, 64, 511]
     cache, step = random_sequences(layout, seq_lens)
-    alone = torch.cat(
-        [
-            (part := rows_of(step, [row])).run(cache, layout, Scratch.of(part.query, 1))
-            for row in range(len(seq_lens))
-        ]
-    )
+    parts = [rows_of(step, [row]) for row in range(len(seq_lens))]
+    alone = torch.cat([part.output(cache, layout, 1) for part in parts])
     everyone = list(range(len(seq_lens)))
     for rows in ([3, 0], [4, 2, 2, 5], everyone, everyone[::-1] * 40, [5] * 300):
-        batch = rows_of(step, rows)
-        output = batch.run(cache, layout, Scratch.of(batch.query, 1))
+        output = rows_of(step, rows).output(cache, layout, 1)
         assert torch.equal(output, alone[rows])
 
 
@@ -114,17 +109,15 @@ def test_padding(layout):
     """Padding gives zeros for any q, K, V and block table, and others do not change."""
     seq_lens = [0, 5, 0, 0, 1700, 40, 0]
     cache, step = random_sequences(layout, seq_lens)
-    whole = rows_of(step, [1, 4, 5])
-    expected = whole.run(cache, layout, Scratch.of(whole.query, 4)).clone()
+    expected = rows_of(step, [1, 4, 5]).output(cache, layout, 4)
     step.block_table[step.seq_lens == 0] = INVALID_BLOCK
     for x in (step.query, step.key, step.value):
         x[step.seq_lens == 0] = math.nan
     for with_raw in (False, True):
-        scratch = Scratch.of(step.query, 4)
-        output = step.run(cache, layout, scratch, with_raw)
+        output = step.output(cache, layout, 4, with_raw)
         assert (output[[0, 2, 3, 6]] == 0).all()
         assert output.isfinite().all()
-    output = step.run(cache, layout, Scratch.of(step.query, 4))
+    output = step.output(cache, layout, 4)
     assert torch.equal(output[[1, 4, 5]], expected)
 
 
@@ -133,10 +126,8 @@ def test_nothing_but_padding(layout):
     cache, step = random_sequences(layout, [0] * 40)
     for num_splits in (1, 7, 64):
         for with_raw in (False, True):
-            scratch = Scratch.of(step.query, num_splits)
-            assert (step.run(cache, layout, scratch, with_raw) == 0).all()
-    none = rows_of(step, [])
-    assert none.run(cache, layout, Scratch.of(none.query, 1)).shape[0] == 0
+            assert (step.output(cache, layout, num_splits, with_raw) == 0).all()
+    assert rows_of(step, []).output(cache, layout, 1).shape[0] == 0
 
 
 @each_preset
@@ -169,9 +160,7 @@ def test_pages_beyond_4_gib(layout):
     block = places[block.where(exists, 0)]
     slots = (block * BLOCK_SIZE + position).where(exists, -1)
     outputs = [
-        step._replace(slots=slots, block_table=table).run(
-            pages, layout, Scratch.of(step.query, 5)
-        )
+        step._replace(slots=slots, block_table=table).output(pages, layout, 5)
         for pages, slots, table in (
             (small, small_slots, step.block_table),
             (cache, slots, table),
@@ -199,15 +188,12 @@ def test_equal_scores_give_the_mean(layout, score):
     for row, length in enumerate(seq_lens):
         value = normal(length, NUM_KV_HEADS, size, seed=row)
         fill(cache, step.block_table[row], key.expand_as(value).clone(), value, layout)
-    slots = slots_of(step.block_table[3], 0, 5000, BLOCK_SIZE)
-    keys = reference.load(cache, slots, layout)[0]
+    keys, _ = stored(cache, step.block_table[3], 0, 5000, layout)
     assert torch.equal(keys, keys[:1].expand_as(keys))
     for num_splits in (1, 16):
-        scratch = Scratch.of(step.query, num_splits, torch.float32)
-        output = step.run(cache, layout, scratch)
+        output = step.output(cache, layout, num_splits, dtype=torch.float32)
         for row, length in enumerate(seq_lens):
-            slots = slots_of(step.block_table[row], 0, length, BLOCK_SIZE)
-            values = reference.load(cache, slots, layout)[1]
+            _, values = stored(cache, step.block_table[row], 0, length, layout)
             mean = reference.inverse_rotate(values.mean(0)).repeat_interleave(4, 0)
             assert_within(output[row], mean, 2**-8 * mean.abs().max(), f"{length} keys")
 
@@ -222,8 +208,7 @@ def test_scores_of_10000(layout):
     for row, length in enumerate(seq_lens):
         key = 50 * normal(length, NUM_KV_HEADS, size, seed=row)
         fill(cache, step.block_table[row], key, key / 50, layout)
-    scratch = Scratch.of(step.query, served_splits(4), torch.float32)
-    output = step.run(cache, layout, scratch)
+    output = step.output(cache, layout, served_splits(4), dtype=torch.float32)
     num_single = 0
     for row, length in enumerate(seq_lens):
         where = cache, step.block_table[row], length, layout
@@ -277,14 +262,12 @@ def test_a_dominating_key_gives_its_value(layout):
         )
         key[place] = step.query[row, ::4] * 8
         fill(cache, step.block_table[row], key, value, layout)
-        slots = slots_of(step.block_table[row], place, place + 1, BLOCK_SIZE)
-        expected.append(reference.load(cache, slots, layout)[1])
+        where = cache, step.block_table[row], place, place + 1, layout
+        expected.append(stored(*where)[1])
     values = torch.cat(expected).repeat_interleave(4, 1)
     for num_splits in (1, 2, 64):
-        scratch = Scratch.of(step.query, num_splits, torch.float32)
-        assert_close_in_rotated_space(
-            step.run(cache, layout, scratch), values, values.abs()
-        )
+        output = step.output(cache, layout, num_splits, dtype=torch.float32)
+        assert_close_in_rotated_space(output, values, values.abs())
 
 
 @decode_layouts
@@ -363,8 +346,7 @@ def test_a_graph_is_replayed_with_other_lengths(layout, with_raw):
             x.fill_(math.nan)
         graph.replay()
         eager_cache = cache.clone()
-        fresh = Scratch.of(now.query, num_splits)
-        expected = now.run(eager_cache, layout, fresh, with_raw)
+        expected = now.output(eager_cache, layout, num_splits, with_raw)
         assert torch.equal(scratch.output, expected)
         assert torch.equal(served_cache, eager_cache)
         assert expected.isfinite().all()
