@@ -25,17 +25,14 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
 from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
 
-from .sequences import (
+from .kernel_under_test import (
     DECODE_KERNEL,
-    LAYOUT,
-    LAYOUTS,
-    Features,
     Kernel,
     by_family,
-    layout_id,
     rounded_to_fp16,
     rounded_to_int8,
 )
+from .sequences import LAYOUT, LAYOUTS, Features, layout_id
 from .utils import (
     DEVICE,
     FP16,

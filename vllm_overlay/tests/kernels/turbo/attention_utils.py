@@ -70,12 +70,28 @@ def attention_of_rounded(
     """
     if offset is None:
         offset = torch.zeros_like(key)
-    # Concatenated along D, so that each query meets its part of the keys alone.
-    keys = torch.cat([key - offset, offset], -1)
+    without = key - offset
+    both, keys = split_keys(rounded, query, without, num_raw, offset)
+    return reference.attention(both, keys, value, scale, **options)[0]
+
+
+def split_keys(
+    rounded: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    num_raw: int,
+    offset: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys whose scores come from a rounded q and from q itself.
+
+    Both are concatenated along D, so that each query meets its part of the keys alone.
+    The arguments are those of ``attention_of_rounded``, but ``key`` is without the
+    offset, which is zero for raw tokens.
+    """
+    keys = torch.cat([key, offset], -1)
     raw = slice(len(keys) - num_raw, len(keys))
     keys[raw] = keys[raw].roll(key.shape[-1], -1)
-    both = torch.cat([rounded, query.float()], -1)
-    return reference.attention(both, keys, value, scale, **options)[0]
+    return torch.cat([rounded, query.float()], -1), keys
 
 
 def assert_within(
@@ -152,6 +168,45 @@ def assert_by_2x_rule(
         expected = target
     allowed += 2**-11 * largest
     assert_within(output, expected, allowed, "(query, head, coordinate)")
+
+
+def assert_by_rounded_weights(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Compare one sequence's output to attention in fp64.
+
+    The error may be twice the error of attention with weights, values and outputs in
+    ``dtype``. This suits scores of any size. The arguments are those of
+    ``assert_by_2x_rule``, with queries and keys of any head size.
+    """
+    group = query.shape[1] // key.shape[1]
+    keys = key.double().repeat_interleave(group, 1)
+    values = value.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,thd->hqt", query.double(), keys) * scale
+    indices = torch.arange(len(key), device=key.device)
+    last = indices[-len(query) :, None]
+    hidden = indices > last
+    if sliding_window is not None:
+        hidden |= indices <= last - sliding_window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        # Sinks count as one more token, whose value is zero.
+        extra = sinks.double()[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat([scores, extra], -1)
+        values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
+    weights = scores.softmax(-1)
+    target = torch.einsum("hqt,thd->qhd", weights, values)
+    plain = torch.einsum("hqt,thd->qhd", weights.to(dtype), values.to(dtype))
+    allowed = 2 * (plain.double() - target).abs().max().item()
+    allowed += 2**-11 * target.abs().max().item()
+    assert_within(output, target, allowed, "(query, head, coordinate)")
 
 
 def check_request(

@@ -25,7 +25,8 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 
 from .attention_utils import assert_within, attend_by
-from .sequences import NUM_KV_HEADS, rounded_to_int8
+from .kernel_under_test import rounded_to_int8
+from .sequences import NUM_KV_HEADS
 from .utils import BF16, DEVICE, make_block_table, num_blocks_for, slots_of
 
 BLOCK_SIZE = 32

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sequences in a cache for tests of attention kernels, and the results to expect.
-
-A kernel under test is an argument, a ``Kernel``. ``attention_kernels.py`` lists all.
-"""
+"""Sequences in a cache for tests of attention kernels, and the results to expect."""
 
 import math
-from collections.abc import Callable, Mapping
 from copy import copy
 from itertools import accumulate
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from vllm.v1.attention.ops.turbo import interface, reference
-from vllm.v1.attention.ops.turbo.cuda import decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
-from vllm.v1.attention.ops.turbo.cuda.decode import DECODE, num_queries_at_once
-from vllm.v1.attention.ops.turbo.cuda.family import Family
+from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
@@ -29,29 +21,30 @@ from vllm.v1.attention.ops.turbo.interface import (
     RawTokens,
     RotatedQuery,
     Scoring,
-    StoreCall,
-    Variant,
 )
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .attention_utils import (
     assert_by_2x_rule,
-    assert_within,
+    assert_by_rounded_weights,
     attention_of_rounded,
     rotate_query,
+    split_keys,
 )
+from .kernel_under_test import Kernel
 from .utils import (
     BF16,
     DEVICE,
     FP16,
     INVALID_BLOCK,
+    SEGMENT,
+    fill_cache,
     gaussian,
     load_context,
     make_block_table,
     new_cache,
     num_blocks_for,
-    requires_cuda,
     slots_of,
 )
 
@@ -76,8 +69,6 @@ NUM_KV_HEADS = 2
 BLOCK_SIZE = 48
 # Rows of padding after the last sequence's tokens.
 PADDING = 2
-# Tokens that share an offset of K; an emulated GPU has shorter segments.
-SEGMENT = interface.OFFSET_SEGMENT
 # Sinks of a KV head's query heads in turn: they have none, hardly any, some and
 # nearly all of the weight. The next KV head begins one further on.
 SINKS = [float("-inf"), -20.0, 0.0, 20.0]
@@ -107,85 +98,6 @@ def segments_of(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The segment of each index of a token; padding, with index -1, has segment 0."""
     segments = indices.clamp(min=0) // SEGMENT
     return segments.clamp(max=offsets.shape[0] - 1)
-
-
-class Kernel(NamedTuple):
-    """A kernel under test.
-
-    Attributes:
-        name: Its name in the ids of tests.
-        attend: An ``AttentionFn``. The call always has the original queries.
-        rounded: Returns queries (Q, Hq, D) in fp32 as the kernel rounds them, from
-            queries of any dtype. None for a kernel that keeps the model's dtype.
-        rounded_keys: Returns the raw keys (T, H, D) in fp32 as the kernel rounds
-            them, which it scores as cached keys are. None for a kernel that scores them
-            exactly, from exact queries.
-        is_extend: Whether it serves extends; other kernels serve decodes.
-        refusal: Returns why a layout has no such kernel; None if it has one.
-        opt_outs: Features and cases that it is not tested with, each with the reason.
-        marks: Marks of its tests.
-        rotates_rule: Whether the 2x rule rounds in rotated space.
-
-    """
-
-    name: str
-    attend: Callable[..., None]
-    rounded: Callable[[torch.Tensor], torch.Tensor] | None
-    rounded_keys: Callable[[torch.Tensor], torch.Tensor] | None = None
-    is_extend: bool = False
-    refusal: Callable[[TurboFormat], str | None] = lambda layout: None
-    opt_outs: Mapping[str, str] = MappingProxyType({})
-    marks: tuple[pytest.MarkDecorator, ...] = (requires_cuda,)
-    rotates_rule: bool = False
-
-    def case(self, *values: Any, name: str = "") -> Any:
-        """The kernel and further values, as a case of ``pytest.mark.parametrize``."""
-        own_id = f"{self.name}-{name}" if name else self.name
-        return pytest.param(self, *values, marks=self.marks, id=own_id)
-
-
-def by_family(
-    family: Family, plan_for: Callable[[TurboFormat, int], Any]
-) -> Callable[..., None]:
-    """An ``AttentionFn`` of a CUDA kernel, even where serving takes another one.
-
-    Args:
-        family: The kernel.
-        plan_for: Returns the plan for a layout and a number of queries of a KV head.
-
-    """
-
-    def load(
-        layout: TurboFormat, num_queries: int, device: torch.device, variant: Variant
-    ) -> Callable[..., None]:
-        return family.load(layout, plan_for(layout, num_queries), device, variant)
-
-    def attend(
-        query: RotatedQuery,
-        call: AttentionCall,
-        partials: Partials,
-        enable_pdl: bool = True,
-    ) -> None:
-        cuda_decode.attend(load, query, call, partials, enable_pdl)
-
-    return attend
-
-
-def rounded_to_int8(query: torch.Tensor) -> torch.Tensor:
-    rotated = reference.rotate(query.float())
-    return reference.inverse_rotate(reference.round_query(rotated))
-
-
-def rounded_to_fp16(query: torch.Tensor) -> torch.Tensor:
-    return reference.inverse_rotate(reference.rotate(query.float()).to(FP16))
-
-
-DECODE_KERNEL = Kernel(
-    "decode",
-    by_family(DECODE, lambda layout, n: num_queries_at_once(layout.head_size, n)),
-    rounded_to_int8,
-    refusal=DECODE.refusal,
-)
 
 
 class Features(NamedTuple):
@@ -292,15 +204,8 @@ class Sequences:
     def fill(self, byte: int = 0xFF) -> None:
         """Store Gaussian K and V; all other bytes of pages are ``byte``."""
         self.cache.fill_(byte if self.num_stored is None else 0)
-        for row, length in enumerate(self.seq_lens):
-            first = max(length - (self.num_stored or length), 0)
-            shape = (length - first, NUM_KV_HEADS, self.layout.head_size)
-            key, value = (
-                gaussian(*shape, dtype=self.dtype, seed=2 * row + side)
-                for side in (100, 101)
-            )
-            slots = self.slots(row, first, length)
-            reference.store(StoreCall(self.cache, slots, key, value, self.layout))
+        where = self.cache, self.table, self.seq_lens, self.layout, self.dtype
+        fill_cache(*where, self.num_stored)
 
     def slots(self, row: int, first: int, last: int) -> torch.Tensor:
         """Slots of a sequence's tokens first to last - 1, (last - first,) int64."""
@@ -370,22 +275,12 @@ class Sequences:
         output = torch.full(self.query.shape, math.nan, device=DEVICE).to(self.query)
         raw = RawTokens(self.query, self.key, self.value, self.scoring.scale)
         cache, table = self.seen or (self.cache, self.table)
-        batch = DecodeBatch(
-            len(self.seq_lens),
-            table,
-            ints(self.seq_lens),
-            self.query_len,
-            None if self.is_uniform else ints(self.starts),
-        )
-        call = AttentionCall(
-            cache,
-            self.layout,
-            batch,
-            self.scoring,
-            output,
-            self.query,
-            raw if with_raw else None,
-        )
+        lens, starts = ints(self.seq_lens), ints(self.starts)
+        batch = DecodeBatch(len(self.seq_lens), table, lens, self.query_len, starts)
+        if self.is_uniform:
+            batch = batch._replace(query_start_loc=None)
+        tensors = output, self.query, raw if with_raw else None
+        call = AttentionCall(cache, self.layout, batch, self.scoring, *tensors)
         partials = Partials(partial, partial[:, :, 0].contiguous())
         return Launch(rotate_query(self.query, self.layout), call, partials)
 
@@ -417,41 +312,42 @@ class Sequences:
     def compare(self, kernel: Kernel, with_raw: bool, output: torch.Tensor) -> None:
         """Compare each sequence's rows, and rows that see no tokens to zero."""
         assert output[self.starts[-1] :].isnan().all()
-        compare_rows = self._compare_by_2x_rule
-        if self.scoring.key_offset is not None:
-            compare_rows = self._compare_to_fp64
         for row, length in enumerate(self.seq_lens):
             start, end = self.starts[row : row + 2]
             seen = min(length, end - start)
             assert (output[start : end - seen] == 0).all()
             if seen > 0:
-                part, table = slice(end - seen, end), self.table[row]
-                key, value = load_context(self.cache, table, length, self.layout)
+                part = slice(end - seen, end)
                 num_raw = seen if with_raw else 0
-                compare_rows(kernel, output, part, key, value, num_raw)
+                self._compare_row(kernel, row, output[part], part, num_raw)
 
-    def _compare_by_2x_rule(
+    def _compare_row(
         self,
         kernel: Kernel,
+        row: int,
         output: torch.Tensor,
         part: slice,
-        key: torch.Tensor,
-        value: torch.Tensor,
         num_raw: int,
     ) -> None:
-        """Apply the 2x rule of ``utils`` to a sequence's rows.
+        """Apply the 2x rule of ``attention_utils`` to a sequence's rows.
 
-        The target has q as the kernel rounds it. ``key`` and ``value``, each (T, H, D),
-        are those of the cache.
+        The target has q as the kernel rounds it. With an offset of K, this q is for
+        k - m, and q without rounding for m and the raw tokens.
         """
-        query, scoring = self.query[part], self.scoring
+        query, scoring, length = self.query[part], self.scoring, self.seq_lens[row]
+        key, value = load_context(self.cache, self.table[row], length, self.layout)
         if num_raw:
             key[-num_raw:], value[-num_raw:] = self.key[part], self.value[part]
-        options = {
-            "sliding_window": scoring.sliding_window,
-            "sinks": scoring.sinks,
-            "logits_soft_cap": scoring.soft_cap,
-        }
+        where = scoring.scale, query.dtype
+        options = {"sliding_window": scoring.sliding_window, "sinks": scoring.sinks}
+        if scoring.key_offset is not None:
+            indices = torch.arange(length, device=DEVICE)
+            offset = scoring.key_offset[segments_of(indices, scoring.key_offset)]
+            offset[length - num_raw :] = 0
+            parts = split_keys(kernel.rounded(query), query, key, num_raw, offset)
+            assert_by_rounded_weights(output, *parts, value, *where, **options)
+            return
+        options["logits_soft_cap"] = scoring.soft_cap
         target = None
         if kernel.rounded is not None:
             keys, num_exact = key, num_raw
@@ -463,60 +359,8 @@ class Sequences:
                 rounded, query, keys, value, num_exact, scoring.scale, **options
             )
         assert_by_2x_rule(
-            output[part],
-            query,
-            key,
-            value,
-            scoring.scale,
-            query.dtype,
-            kernel.rotates_rule,
-            target,
-            **options,
+            output, query, key, value, *where, kernel.rotates_rule, target, **options
         )
-
-    def _compare_to_fp64(
-        self,
-        kernel: Kernel,
-        output: torch.Tensor,
-        part: slice,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        num_raw: int,
-    ) -> None:
-        """Compare a sequence's rows, with an offset of K, to attention in fp64.
-
-        The target has q as the kernel rounds it for k - m, and q without rounding for m
-        and the raw tokens. The error may be twice the error of attention with
-        weights, values and outputs in the model's dtype.
-        """
-        table, sinks = self.scoring.key_offset, self.scoring.sinks
-        query, indices = self.query[part], torch.arange(len(key), device=DEVICE)
-        queries = torch.cat([kernel.rounded(query), query.float()], -1).double()
-        keys = torch.cat([key, table[segments_of(indices, table)]], -1)
-        if num_raw:
-            raw = self.key[part].float()
-            keys[-num_raw:] = torch.cat([torch.zeros_like(raw), raw], -1)
-            value[-num_raw:] = self.value[part].float()
-        keys = keys.double().repeat_interleave(self.group, 1)
-        values = value.double().repeat_interleave(self.group, 1)
-        scores = torch.einsum("qhd,thd->hqt", queries, keys) * self.scoring.scale
-        last = indices[-len(query) :, None]
-        hidden = indices > last
-        if self.scoring.sliding_window is not None:
-            hidden |= indices <= last - self.scoring.sliding_window
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            # Sinks count as one more token, whose value is zero.
-            extra = sinks.double()[:, None, None].expand(-1, len(query), 1)
-            scores = torch.cat([scores, extra], -1)
-            values = nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
-        weights = scores.softmax(-1)
-        target = torch.einsum("hqt,thd->qhd", weights, values)
-        weights, values = weights.to(query.dtype), values.to(query.dtype)
-        plain = torch.einsum("hqt,thd->qhd", weights, values)
-        allowed = 2 * (plain.double() - target).abs().max().item()
-        allowed += 2**-11 * target.abs().max().item()
-        assert_within(output[part], target, allowed, "(query, head, coordinate)")
 
     def check(
         self, kernel: Kernel, with_raw: bool, num_splits: int = 8
@@ -558,5 +402,4 @@ class Sequences:
             self.fill(byte)
             outputs.append(self.attend(kernel, False, 4))
         assert outputs[0].isfinite().all()
-        assert torch.equal(outputs[0], outputs[1])
-        assert torch.equal(outputs[0], outputs[2])
+        assert all(torch.equal(outputs[0], other) for other in outputs[1:])

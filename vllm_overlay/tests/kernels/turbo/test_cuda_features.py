@@ -32,6 +32,7 @@ from .attention_kernels import (
     without,
 )
 from .attention_utils import merge_call
+from .kernel_under_test import Kernel
 from .sequences import (
     CAPS,
     LAYOUT,
@@ -41,7 +42,6 @@ from .sequences import (
     SEGMENT,
     SOME_LAYOUTS,
     Features,
-    Kernel,
     Sequences,
     directions,
     raw_or_stored,

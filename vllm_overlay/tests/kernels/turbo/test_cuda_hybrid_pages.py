@@ -14,7 +14,8 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 
 from .attention_kernels import DECODES, kernels_and_layouts
 from .attention_utils import assert_within
-from .sequences import NUM_KV_HEADS, Features, Kernel, Sequences, raw_or_stored
+from .kernel_under_test import Kernel
+from .sequences import NUM_KV_HEADS, Features, Sequences, raw_or_stored
 from .store_checks import CUDA, TRITON, check_bytes
 from .test_prefill import gather
 from .utils import (

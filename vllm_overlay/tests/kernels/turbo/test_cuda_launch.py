@@ -32,7 +32,8 @@ from .cuda_steps import (
     random_sequences,
     step_of,
 )
-from .sequences import LAYOUT, Kernel
+from .kernel_under_test import Kernel
+from .sequences import LAYOUT
 from .utils import BF16, DEVICE, ON_NVIDIA, requires_nvidia, slots_of
 
 pytestmark = requires_nvidia

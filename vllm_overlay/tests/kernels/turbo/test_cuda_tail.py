@@ -35,13 +35,12 @@ from vllm.v1.attention.ops.turbo.reference.tail import (
 
 from .attention_kernels import EXTENDS, kernels, kernels_and_layouts, without
 from .attention_utils import attend_by, attention_of_rounded, rotate_query
+from .kernel_under_test import DECODE_KERNEL, Kernel
 from .sequences import (
-    DECODE_KERNEL,
     LAYOUT,
     LAYOUTS,
     SEGMENT,
     SOME_LAYOUTS,
-    Kernel,
     ints,
     layout_id,
 )

@@ -56,9 +56,6 @@ if ON_GPU:
 else:
     KERNEL_CASES = [(64, BF16), (80, FP16), (128, BF16), (128, FP16), (256, BF16)]
     PAGES = list(zip(CACHE_LAYOUTS, (32, 48, 16)))
-# Tokens of a segment of the offset of K: see the fixture ``short_segments``. Native
-# kernels are compiled for the segments that are served.
-SEGMENT = OFFSET_SEGMENT if ON_GPU else 64
 # The block-table entry past a sequence's end, which no kernel may follow.
 INVALID_BLOCK = 2**30
 
@@ -71,6 +68,9 @@ ON_NVIDIA = ON_GPU and current_platform.is_cuda()
 # CPU. It takes seconds for a few thousand tokens.
 CUDA_IS_EMULATED = os.environ.get("TURBO_CUDA_EMULATION") == "1"
 CAN_RUN_CUDA = ON_NVIDIA or CUDA_IS_EMULATED
+# Tokens of a segment of the offset of K: see the fixture ``short_segments``. CUDA's
+# kernels are compiled for the segments that are served, or that an emulated GPU has.
+SEGMENT = OFFSET_SEGMENT if ON_GPU or CUDA_IS_EMULATED else 64
 requires_cuda = pytest.mark.skipif(not CAN_RUN_CUDA, reason="needs an NVIDIA GPU")
 # Kernels with instructions for warpgroups (WGMMA).
 requires_hopper = pytest.mark.skipif(
@@ -342,14 +342,16 @@ def fill_cache(
     seq_lens: list[int],
     layout: TurboFormat,
     dtype: torch.dtype = torch.bfloat16,
+    num_stored: int | None = None,
 ) -> None:
-    """Store Gaussian K and V of every sequence with the reference."""
+    """Store Gaussian K and V of sequences, or their last tokens, by the reference."""
     num_kv_heads, block_size = kv_cache.shape[1:3]
     for row, length in enumerate(seq_lens):
-        shape = (length, num_kv_heads, layout.head_size)
+        first = max(length - (num_stored or length), 0)
+        shape = (length - first, num_kv_heads, layout.head_size)
         key = gaussian(*shape, dtype=dtype, seed=2 * row + 100)
         value = gaussian(*shape, dtype=dtype, seed=2 * row + 101)
-        slots = slots_of(block_table[row], 0, length, block_size)
+        slots = slots_of(block_table[row], first, length, block_size)
         reference.store(StoreCall(kv_cache, slots, key, value, layout))
 
 
