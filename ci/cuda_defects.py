@@ -386,14 +386,14 @@ DEFECTS = {
         "store/planes.cuh",
         "reinterpret_cast<uint32_t*>(target.tag)[word] = codes;",
         ";",
-        "test_cuda_tail.py::test_rows_and_counts",
-        "turbo4",
+        "test_tail.py::test_rows_and_counts",
+        "cuda and turbo4",
     ),
     "tail-others": Defect(
         "store/tail.cuh",
         "|| is_being_stored(p, s, num_read)",
         "|| (__syncthreads(), false)",
-        "test_cuda_tail.py::test_no_row_counts_beside_tokens_that_another_stores",
+        "test_tail.py::test_no_row_counts_beside_tokens_that_another_stores",
     ),
     # A kernel reads tensors that the kernel before has not written yet.
     "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),

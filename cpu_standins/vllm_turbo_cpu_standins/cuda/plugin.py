@@ -33,6 +33,13 @@ _SELECTED = re.compile(
     |latent_decode\.py::test_several_query_tokens\[(8-slices|16-copying-slices)\]
     |latent_decode\.py::test_lengths\[fp16-40-warpgroups-turbo4-320\]
     |latent_decode\.py::test_lengths\[bf16-16-copying-slices-turbo4-320\]
+    |tail\.py::test_rows_and_counts\[offset-bf16-cuda-turbo4-128\]
+    |tail\.py::test_every_byte.*\[1-cuda-turbo4-128\]
+    |tail\.py::test_(tokens_that|a_prefix).*\[cuda\]
+    |tail\.py::test_no_row
+    |tail_attention\.py::test_attention\[(offset-8-decode-turbo4-128|plain-8-decode-turbo4-256)\]
+    |tail_attention\.py::test_sliding_window\[offset-8-decode-turbo4-128-20\]
+    |tail_attention\.py::test_raw.*\[offset-20-extend_wgmma\]
     )
     |test_cuda_(
     store\.py::test_partial_blocks\[(0|17)-cuda-4-turbo4\]
@@ -57,12 +64,6 @@ _SELECTED = re.compile(
     |features\.py::test_decodes\[2-16-raw-decode_wgmma-turbo4-128-cap2\]
     |raw_tokens\.py::test_(batches\[beside|broken|scratch.*\[64\])
     |hybrid_pages\.py::test_(store\[3952-128-cuda|decodes\[3-6-3952-decode-turbo4-128)\]
-    |tail\.py::test_rows_and_counts\[offset-bf16-turbo4-128\]
-    |tail\.py::test_a_row.*\[(tag|packed)-turbo4-128\]
-    |tail\.py::test_(tokens_that|a_prefix|no_row)
-    |tail\.py::test_attention\[(offset-8-decode-turbo4-128|plain-8-decode-turbo4-256)\]
-    |tail\.py::test_sliding_window\[offset-8-decode-turbo4-128-20\]
-    |tail\.py::test_raw.*\[offset-20-extend_wgmma\]
     |merge\.py::test_results_of_raw.*\[1\.5-bf16-128\]
     |features\.py::test_decodes\[(3-4|1-5)-raw-decode-turbo4-128-window17\]
     |features\.py::test_decodes\[2-16-stored-decode_wgmma-turbo4-128-window17\]
