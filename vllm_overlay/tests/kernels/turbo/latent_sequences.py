@@ -31,8 +31,9 @@ from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
 from vllm.v1.attention.ops.turbo.triton import latent_decode as triton_decode
 
 from .attention_utils import assert_within
+from .kernel_under_test import Kernel, rounded_to_fp16
 from .latent_utils import fill_latent_cache, latent_cache
-from .sequences import Kernel, layout_id, rounded_to_fp16
+from .sequences import layout_id
 from .utils import (
     BF16,
     CUDA_IS_EMULATED,

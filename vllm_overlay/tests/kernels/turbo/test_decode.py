@@ -25,8 +25,8 @@ from vllm.v1.attention.ops.turbo.triton.decode import num_kv_splits
 
 from .attention_kernels import IN_FP16, KERNELS, kernels_and_layouts, without
 from .attention_utils import assert_within
+from .kernel_under_test import DECODE_KERNEL
 from .sequences import (
-    DECODE_KERNEL,
     IN_BF16,
     LAYOUT,
     LAYOUTS,
