@@ -24,12 +24,13 @@ from typing import NamedTuple
 import pytest
 
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
-ATTENTION = "test_cuda_attention.py::test_"
-FEATURES = "test_cuda_features.py::test_"
+ATTENTION = "kernels/test_cuda_attention.py::test_"
+FEATURES = "kernels/test_cuda_features.py::test_"
 HIDDEN = f"{ATTENTION}hidden_tokens_of_whole_tiles_change_no_bit"
-ATTENTION_WAITS = "test_cuda_launch.py::test_attention_waits_for_the_kernel_before_it"
-STORE_WAITS = "test_cuda_launch.py::test_the_store_waits_for_the_kernel_before_it"
-MERGE_WAITS = "test_cuda_launch.py::test_the_merge_waits_for_the_kernel_before_it"
+LAUNCH = "builds/test_cuda_launch.py"
+ATTENTION_WAITS = f"{LAUNCH}::test_attention_waits_for_the_kernel_before_it"
+STORE_WAITS = f"{LAUNCH}::test_the_store_waits_for_the_kernel_before_it"
+MERGE_WAITS = f"{LAUNCH}::test_the_merge_waits_for_the_kernel_before_it"
 # Exit statuses of pytest, and one that it does not have.
 PASSED, FAILED, NOT_PLANTED = 0, 1, 70
 # The words of build.py, and of the emulated GPU, for a kernel that does not compile.
@@ -307,19 +308,19 @@ DEFECTS = {
         "extend_wgmma/raw_tiles.cuh",
         "numbers[turn] = is_finite[turn] ? value[turn][j][i] : 0.0f;",
         "numbers[turn] = value[turn][j][i];",
-        "test_cuda_outputs.py::test_a_broken_token",
+        "layer/test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-broken-key": Defect(
         "extend_wgmma/raw_tiles.cuh",
         "__float2half_rn(is_finite[turn] ? key[turn][j][i] : NAN);",
         "__float2half_rn(key[turn][j][i]);",
-        "test_cuda_outputs.py::test_a_broken_token",
+        "layer/test_cuda_outputs.py::test_a_broken_token",
     ),
     "outputs-large": Defect(
         "extend_wgmma/raw_tiles.cuh",
         "fabsf(y) > kLargestHalf ? copysignf(kLargestHalf, y) : y;",
         "y;",
-        "test_cuda_outputs.py::test_numbers_too_large_for_fp16_when_they_are_rotated",
+        "layer/test_cuda_outputs.py::test_numbers_too_large_for_fp16_when_they_are_rotated",
     ),
     # Queries are rotated by another rotation, or their powers of two are lost.
     "outputs-rotation": Defect(
@@ -377,7 +378,7 @@ DEFECTS = {
         "store/params.cuh",
         "__ldcg(params.query_start_loc + seq + 1))",
         "__ldcg(params.query_start_loc + seq))",
-        "test_cuda_offset.py::test_store",
+        "kernels/test_cuda_offset.py::test_store",
         "turbo4",
     ),
     # A row of the tail never gets its tag, or is compared to bytes that are
@@ -386,14 +387,14 @@ DEFECTS = {
         "store/planes.cuh",
         "reinterpret_cast<uint32_t*>(target.tag)[word] = codes;",
         ";",
-        "test_tail.py::test_rows_and_counts",
+        "kernels/test_tail.py::test_rows_and_counts",
         "cuda and turbo4",
     ),
     "tail-others": Defect(
         "store/tail.cuh",
         "|| is_being_stored(p, s, num_read)",
         "|| (__syncthreads(), false)",
-        "test_tail.py::test_no_row_counts_beside_tokens_that_another_stores",
+        "kernels/test_tail.py::test_no_row_counts_beside_tokens_that_another_stores",
     ),
     # A kernel reads tensors that the kernel before has not written yet.
     "store-wait": Defect("store/store.cuh", WAIT, "", STORE_WAITS),

@@ -274,7 +274,7 @@ SECTIONS = {
         "scripts/apply.sh --kernels, and fails if they take too many bytes. `--arch "
         "9.0` is for one architecture. `--folder DIR` keeps the kernels of former "
         "runs, so that a run can be ended and continued.",
-        f"{KERNEL_TESTS}/compile_kernels.py --output OUT/cuda_resources.json "
+        f"{KERNEL_TESTS}/builds/compile_kernels.py --output OUT/cuda_resources.json "
         "--archive OUT/turbo-kernels.tar.xz",
         needs="nvcc",
         gpus=0,

@@ -218,16 +218,18 @@ def tests_of(families: Iterable[str]) -> list[Path]:
         kind, _, name = family.partition("/")
         name = "extend_wgmma" if name == "extend_outputs" else name
         modules.add(f"{TURBO}.{kind}.{name}")
-    names = {path.stem: imported(path) for path in TESTS.glob("*.py")}
+    paths = {path.stem: path for path in TESTS.rglob("*.py")}
+    names = {stem: imported(path) for stem, path in paths.items()}
     found = {stem for stem, own in names.items() if own & modules}
+    # Names of modules, with their folders, that are imported from these tests.
+    helpers = {
+        stem: {part for x in own if not x.startswith("vllm.") for part in x.split(".")}
+        for stem, own in names.items()
+    }
     while True:
-        more = {
-            stem
-            for stem, own in names.items()
-            if {x.split(".")[0] for x in own} & found
-        }
+        more = {stem for stem, own in helpers.items() if own & found}
         if more <= found:
-            return sorted(TESTS / f"{x}.py" for x in found if x.startswith("test_"))
+            return sorted(paths[x] for x in found if x.startswith("test_"))
         found |= more
 
 

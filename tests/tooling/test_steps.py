@@ -234,7 +234,7 @@ def test_series_must_be_applied(sections: Run) -> None:
 
 SECTIONS = {
     "kernels": "vllm_overlay/tests/kernels/turbo",
-    "architectures": "vllm_overlay/tests/kernels/turbo/compile_kernels.py",
+    "architectures": "vllm_overlay/tests/kernels/turbo/builds/compile_kernels.py",
     "sanitizer": "ci/sanitize.py",
     "defects": "ci/cuda_defects.py",
     "bench": "vllm_overlay/benchmarks/kernels/benchmark_turbo_decode.py",

@@ -28,9 +28,9 @@ from .attention_utils import (
     rotate_query,
 )
 from .kernel_under_test import Kernel
+from .kernels.store_checks import CUDA
+from .kernels.tails import SMALL_LAYOUTS, STORES, GrowingSequences
 from .sequences import ints, layout_id, segments_of
-from .store_checks import CUDA
-from .tails import SMALL_LAYOUTS, STORES, GrowingSequences
 from .utils import DEVICE, INVALID_BLOCK, load_context
 
 # The reference is tested beside the kernels.

@@ -149,10 +149,11 @@ def _midpoints(levels: tuple[float, ...]) -> tuple[float, ...]:
     return tuple((low + high) / 2 for low, high in zip(levels, levels[1:]))
 
 
-# Fitted by tests/kernels/turbo/fit_codebooks.py to Gaussian vectors, with the scale
-# search, for three and four bits at once. Key levels are integers over KEY_LEVEL_UNIT,
-# so that a code becomes an int8 operand as well as an fp16 one. The largest leaves room
-# for one more, for kernels that store upper levels plus 1 and add -1.
+# Fitted by tests/kernels/turbo/formats/fit_codebooks.py to Gaussian vectors, with the
+# scale search, for three and four bits at once. Key levels are integers over
+# KEY_LEVEL_UNIT, so that a code becomes an int8 operand as well as an fp16 one. The
+# largest leaves room for one more, for kernels that store upper levels plus 1 and add
+# -1.
 KEY_LEVEL_UNIT = 128
 KEY_LEVELS = (6, 18, 31, 45, 61, 79, 101, 126)
 KEY_COEFFICIENTS = (46.84375, 5.73828125)

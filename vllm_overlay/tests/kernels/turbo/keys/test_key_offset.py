@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The store takes an offset off K, and attention adds its part of the scores again."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.v1.attention.ops.turbo import interface, reference
+from vllm.v1.attention.ops.turbo.choose import TurboSource, choose_kernels
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.keys.offset import (
+    digest,
+    find_rotary,
+    mean_rotary,
+    mean_rotated,
+)
+from vllm.v1.attention.ops.turbo.planning import prefill as planning
+
+from ..backend_utils import (
+    HEAD_SIZE,
+    KERNELS,
+    NUM_KV_HEADS,
+    all_paths,
+    kernel_paths,
+    make_impl,
+    make_vllm_config,
+    prefill_modes,
+    set_scratch,
+    with_drafts,
+)
+from ..batch_utils import BATCHES, Batch
+from ..formats.test_golden import FILE as GOLDEN
+from ..formats.test_golden import digest as digest_of_bytes
+from ..formats.test_golden import stored_with_offset
+from ..utils import (
+    BF16,
+    DEVICE,
+    FP16,
+    ON_GPU,
+    SEGMENT,
+    all_presets,
+    gaussian,
+    model_dtypes,
+    requires_triton,
+)
+
+pytestmark = pytest.mark.usefixtures("short_segments")
+
+
+def long_offset() -> torch.Tensor:
+    """Offsets of all segments, (G, H, D) fp32.
+
+    A head's offset has a norm of about 400 in few coordinates, which differ by head.
+    Each segment adds a vector of norm 20.
+    """
+    offset = torch.zeros(NUM_KV_HEADS, HEAD_SIZE)
+    for head in range(NUM_KV_HEADS):
+        own = offset[head, 5 + head :: 17]
+        own.copy_(torch.tensor([200.3, -150.7, 250.1, 199.9])[: len(own)])
+    own = 20 / math.sqrt(HEAD_SIZE) * gaussian(9, NUM_KV_HEADS, HEAD_SIZE, seed=5)
+    return offset.to(DEVICE) + own
+
+
+def batch_with_offset(impl, requests: list[tuple[int, int]]) -> Batch:
+    """A batch whose new keys have the layer's offset; cached keys lack it."""
+    batch = Batch.make(impl, requests)
+    places = [context + i for queries, context in requests for i in range(queries)]
+    table = impl.runner.scoring.key_offset
+    segments = (torch.tensor(places) // SEGMENT).clamp(max=len(table) - 1)
+    batch.key[: len(places)] += table[segments].to(batch.key.dtype)
+    return batch
+
+
+# Requests at borders of segments, in all segments and beyond the table.
+BORDERS = {
+    "decodes at borders": [
+        (1, SEGMENT - 1), (1, SEGMENT), (1, 10 * SEGMENT + 5), (1, 0), (1, 2 * SEGMENT)
+    ],
+    "prefills at borders": [
+        (1, SEGMENT + 9), (40, SEGMENT - 20), (50, 0), (33, 2 * SEGMENT + 1)
+    ],
+    "a chunk of three segments": [(2, SEGMENT), (SEGMENT + 20, SEGMENT - 10)],
+}  # fmt: skip
+CASES = {name: BATCHES[name] for name in ("mixed", "prefix hits")} | BORDERS
+
+
+@prefill_modes
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [BF16, FP16] if ON_GPU else [BF16])
+@all_paths
+def test_batches(folder, case, mode, dtype, path, monkeypatch):
+    # Few splits, so that some have tokens of several segments.
+    set_scratch(monkeypatch, partials=4, piece_tokens=2 * SEGMENT)
+    config = make_vllm_config(folder, "turbo4", dtype, mode)
+    impl = make_impl(config, key_offset=long_offset(), path=path)
+    batch = batch_with_offset(impl, CASES[case])
+    batch.serve(impl, batch.build(config, impl))
+
+
+@pytest.mark.parametrize("mode, window", [("raw", 128), ("stored", 17)])
+@all_paths
+def test_sliding_windows(folder, mode, window, path, monkeypatch):
+    """Segments begin within windows, and within a prefill's own tokens."""
+    set_scratch(monkeypatch, piece_tokens=140, least_tokens=12)
+    config = make_vllm_config(folder, "turbo4", BF16, mode, max_num_batched_tokens=512)
+    impl = make_impl(config, sliding_window=window, key_offset=long_offset(), path=path)
+    requests = [(1, 63), (1, 64), (1, 70), (1, 700), (40, 50), (150, 31), (5, 640)]
+    batch = batch_with_offset(impl, requests)
+    batch.free_hidden_blocks(window)
+    batch.serve(impl, batch.build(config, impl))
+
+
+@prefill_modes
+@all_paths
+def test_drafts(folder, mode, path):
+    """Drafts of mixed lengths at borders of segments, and one without context."""
+    config = with_drafts(make_vllm_config(folder, "turbo4", BF16, mode), 2)
+    impl = make_impl(config, key_offset=long_offset(), path=path)
+    requests = [(3, 31), (1, 2 * SEGMENT - 1), (2, 95), (3, SEGMENT - 1), (3, 0)]
+    batch = batch_with_offset(impl, requests)
+    batch.serve(impl, batch.build(config, impl))
+
+
+@kernel_paths
+@model_dtypes
+def test_paths_store_the_same_bytes(folder, dtype, path):
+    """Paths store the same bytes; golden bytes test the other presets."""
+    config = make_vllm_config(folder, "turbo4", dtype)
+    impl = make_impl(config, key_offset=long_offset(), path=path)
+    caches = []
+    for each in ("torch", path):
+        batch = batch_with_offset(impl, BORDERS["prefills at borders"])
+        batch.run(impl, batch.build(config, impl), each)
+        caches.append(batch.cache)
+    assert torch.equal(caches[0], caches[1])
+
+
+@requires_triton
+def test_a_cache_that_is_updated_alone_has_the_same_bytes(folder):
+    """An update beside the forward pass knows the places of the step's tokens alone."""
+    config = make_vllm_config(folder, "turbo4")
+    impl = make_impl(config, key_offset=long_offset(), path=KERNELS[0])
+    requests = BORDERS["prefills at borders"]
+    batch, updated = (batch_with_offset(impl, requests) for _ in range(2))
+    metadata = batch.build(config, impl)
+    batch.run(impl, metadata, KERNELS[0])
+    layer = config.compilation_config.static_forward_context["layers.0.attn"]
+
+    def update(slot_mapping: torch.Tensor) -> None:
+        with set_forward_context({layer.layer_name: metadata}, config):
+            impl.do_kv_cache_update(
+                layer, updated.key, updated.value, updated.cache, slot_mapping
+            )
+
+    with pytest.raises(NotImplementedError, match="beside the forward pass"):
+        update(metadata.slot_mapping.clone())
+    update(metadata.slot_mapping)
+    assert torch.equal(updated.cache, batch.cache)
+
+
+def test_each_token_has_its_segments_offset():
+    """Each token finds its segment, beside empty requests and padding."""
+    table = torch.arange(3.0).view(3, 1, 1)
+    # Sequences 0, 2, 3 and 5 have tokens.
+    starts = torch.tensor([0, 2, 2, 5, 6, 6, 9], dtype=torch.int32)
+    ends = [SEGMENT + 1, 7, 3, 5 * SEGMENT, 1, 2 * SEGMENT + 1]
+    offset = interface.KeyOffset(table, torch.tensor(ends, dtype=torch.int32), starts)
+    found = reference.offset_segments(offset, 11)
+    assert found.tolist()[:9] == [0, 1, 0, 0, 0, 2, 1, 1, 2]
+    assert found.min() >= 0 and found.max() < 3
+
+
+def test_requests_are_cut_where_segments_end():
+    starts = torch.tensor([0, 10, 10 + SEGMENT, 10 + 3 * SEGMENT], dtype=torch.int32)
+    lens = torch.tensor([SEGMENT, SEGMENT + 1, 3 * SEGMENT - 1], dtype=torch.int32)
+    cut = planning.cut_at_segments(starts, lens)
+    assert [x.tolist() for x in cut] == [
+        [0, 10, 9 + SEGMENT, 10 + SEGMENT, 11 + SEGMENT, 11 + 2 * SEGMENT]
+        + [10 + 3 * SEGMENT],
+        [SEGMENT, SEGMENT, SEGMENT + 1, SEGMENT, 2 * SEGMENT, 3 * SEGMENT - 1],
+        [0, 1, 1, 2, 2, 2],
+    ]
+
+
+@pytest.mark.parametrize("piece_tokens", [SEGMENT // 4, SEGMENT, 8 * SEGMENT])
+def test_a_piece_has_tokens_of_one_segment(piece_tokens):
+    lens = torch.tensor([0, 2 * SEGMENT + 3, 0], dtype=torch.int32)
+    if piece_tokens == 8 * SEGMENT:
+        lens = torch.tensor([0, 2 * SEGMENT + 3, 7, SEGMENT], dtype=torch.int32)
+    seen = [[] for _ in lens]
+    for starts, cu_lens in planning.plan_context(lens, piece_tokens, True):
+        assert cu_lens[-1] <= piece_tokens
+        for tokens, first, length in zip(seen, starts.tolist(), cu_lens.diff()):
+            tokens += range(first, first + int(length))
+            if length:
+                assert first // SEGMENT == (first + int(length) - 1) // SEGMENT
+    assert seen == [list(range(length)) for length in lens]
+
+
+@all_presets
+@kernel_paths
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_kernels_write_the_golden_bytes_with_an_offset(name, head_size, path):
+    layout = TurboFormat.from_cache_dtype(name, head_size)
+    try:
+        variant = interface.Variant(key_offset=True)
+        kernels = choose_kernels(path, TurboSource(layout, 4, variant=variant))
+    except ValueError as error:
+        pytest.skip(str(error))
+    found = stored_with_offset(layout, kernels.store, DEVICE)
+    expected = json.loads(GOLDEN.read_text())[f"{name} {head_size}"]
+    assert digest_of_bytes(found) == expected["page with K offset"]
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+ROPES = {
+    "plain": PLAIN,
+    "partial": PLAIN | {"partial_rotary_factor": 0.5},
+    "linear": PLAIN | {"rope_type": "linear", "factor": 4.0},
+    "yarn": PLAIN
+    | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+    "mrope": PLAIN | {"mrope_section": [16, 8, 8]},
+}
+
+
+def make_rope(folder, name: str, dtype: torch.dtype = torch.float32):
+    with set_current_vllm_config(make_vllm_config(folder)):
+        return get_rope(
+            HEAD_SIZE,
+            max_position=32768,
+            is_neox_style=True,
+            rope_parameters=ROPES[name],
+            dtype=dtype,
+        )
+
+
+def mean_of_keys(rope: nn.Module, bias: torch.Tensor, segment: int) -> torch.Tensor:
+    """The mean of a segment's rotated bias, (H, D) fp32, by RoPE at each position."""
+    total = torch.zeros_like(bias, dtype=torch.float64)
+    for position in range(segment * SEGMENT, (segment + 1) * SEGMENT):
+        key = bias.flatten()[None].clone()
+        positions = torch.tensor([position])
+        total += rope.forward_native(positions, key.clone(), key)[1].view_as(bias)
+    return (total / SEGMENT).float()
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_offset_is_the_mean_of_the_rotated_bias(folder, name):
+    bias = 30 * gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).cpu()
+    rope = make_rope(folder, name)
+    found = mean_rotated(bias, mean_rotary(rope))
+    assert len(found) == -(-rope.cos_sin_cache.shape[0] // SEGMENT)
+    for segment in (0, 1, 7):
+        expected = mean_of_keys(make_rope(folder, name), bias, segment)
+        assert (found[segment] - expected).abs().max() < 1e-4 * bias.abs().max()
+    # Fast pairs turn several times, slow ones hardly move.
+    assert not torch.allclose(found[0], bias, atol=1.0)
+    assert not torch.allclose(found[0], found[7], atol=1.0)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_offset_does_not_depend_on_the_dtype(folder, name):
+    bias = gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).bfloat16()
+    ropes = [make_rope(folder, name, dtype) for dtype in (torch.float32, BF16)]
+    tables = [rope.cos_sin_cache.clone() for rope in ropes]
+    first, second = (mean_rotated(bias, mean_rotary(rope)) for rope in ropes)
+    assert torch.equal(first, second)
+    # The model's own tables have not changed.
+    for rope, table in zip(ropes, tables):
+        assert rope.cos_sin_cache.dtype == table.dtype
+        assert torch.equal(rope.cos_sin_cache, table)
+
+
+def test_without_a_rotation_the_offset_is_the_bias():
+    bias = gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).bfloat16()
+    assert torch.equal(mean_rotated(bias, None), bias.float().cpu()[None])
+    assert find_rotary(*[nn.Sequential(nn.Linear(2, 2))] * 2) is None
+
+
+@requires_triton
+@pytest.mark.parametrize("scale", [0.125, math.pi])
+def test_scores_of_the_offset_join_the_lse(scale):
+    """Each request's scores are of its piece's segment."""
+    from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
+
+    query = gaussian(2, 77, 6, HEAD_SIZE, dtype=BF16, seed=1)[1]
+    table = 100 * gaussian(2, 3, HEAD_SIZE, seed=2)
+    lse = gaussian(6, 77, seed=3)
+    ends = torch.tensor([0, 37, 37, 40, 77], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([SEGMENT - 1, 0, 0, 5 * SEGMENT], dtype=torch.int32)
+    segments = torch.tensor([0] * 40 + [1] * 37)
+    expected = query.double() * table[segments].double().repeat_interleave(2, 1)
+    expected = lse + scale * expected.sum(-1).T
+    offset = interface.OffsetScores(query, table, scale)
+    add_offset_scores(lse, offset, ends, 37, starts.to(DEVICE))
+    assert (lse - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_the_digest_tells_tables_and_layers_apart():
+    table = long_offset()
+    other = table.clone()
+    other[0, 0] += 1e-3
+    tables = [[table], [other], [table, None], [None, table], [table, table]]
+    assert len({digest(each) for each in tables}) == len(tables)
+    assert digest([table]) == digest([table.clone().cpu()])
