@@ -158,3 +158,20 @@ def test_stale_bytecode_of_another_entry(checkout: Checkout) -> None:
 
 def test_no_series(checkout: Checkout) -> None:
     assert checkout.check()[0] == 1
+
+
+def test_fixtures_above_a_guards_folder(checkout: Checkout) -> None:
+    """Guards in folders of the kernels' tests share the conftest.py above these."""
+    tests = "tests/kernels/turbo"
+    fixture = "import pytest\n\n\n@pytest.fixture\ndef bits():\n    return 4\n"
+    files = {
+        f"{tests}/conftest.py": fixture,
+        f"{tests}/formats/test_bits.py": "def test_bits(bits):\n    assert bits == 4\n",
+        f"{tests}/layer/test_x.py": "def test_x(bits):\n    assert bits\n",
+        "tests/conftest.py": "import vllm.gone\n",
+    }
+    guards = [path for path in files if "/test_" in path]
+    checkout.add("[A] Add", {**PACKAGE, **files}, *guards)
+    status, said = checkout.check()
+    assert status == 0, said
+    assert "2 test file(s), 2 guard(s): passed" in said

@@ -308,9 +308,8 @@ except RuntimeError:
 
 
 def test_a_fault_in_flight_is_no_refusal():
-    assert __package__
-    program = FAULT.replace("PACKAGE", __package__)
-    root = str(Path(__file__).resolve().parents[__package__.count(".") + 1])
+    program = FAULT.replace("PACKAGE", Scratch.__module__.rpartition(".")[0])
+    root = str(Path(__file__).resolve().parents[__name__.count(".")])
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
