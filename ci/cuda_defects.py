@@ -145,8 +145,8 @@ DEFECTS = {
         "decode_wgmma/partial.cuh",
         BARRIER + "  const auto* results",
         "  const auto* results",
-        HIDDEN,
-        "decode_wgmma",
+        f"{ATTENTION}decodes",
+        "decode_wgmma and turbo4-128 and raw-8-4",
         shown_by=COLUMNS_WEIGH_LATE,
     ),
     "decode-wgmma-offset": Defect(
