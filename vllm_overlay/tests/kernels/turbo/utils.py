@@ -68,6 +68,8 @@ ON_NVIDIA = ON_GPU and current_platform.is_cuda()
 # CPU. It takes seconds for a few thousand tokens.
 CUDA_IS_EMULATED = os.environ.get("TURBO_CUDA_EMULATION") == "1"
 CAN_RUN_CUDA = ON_NVIDIA or CUDA_IS_EMULATED
+# Those of ``cuda.build``, also for a change that has Triton's kernels alone.
+CUDA_HEAD_SIZES = (64, 128, 256, 512)
 # Tokens of a segment of the offset of K: see the fixture ``short_segments``. CUDA's
 # kernels are compiled for the segments that are served, or that an emulated GPU has.
 SEGMENT = OFFSET_SEGMENT if ON_GPU or CUDA_IS_EMULATED else 64
@@ -132,6 +134,11 @@ def case_id(value: Any) -> str | None:
     if hasattr(value, "head_size"):
         return f"{value.name}-{value.head_size}"
     return getattr(value, "name", None)
+
+
+def cuda_module(name: str) -> Any:
+    """A module of ``turbo.cuda``. A test is skipped before the change that adds it."""
+    return pytest.importorskip(f"vllm.v1.attention.ops.turbo.cuda.{name}")
 
 
 def by_kernel(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:

@@ -32,6 +32,8 @@ from vllm.v1.attention.ops.turbo.interface import PLAIN, Variant
 from vllm.v1.attention.ops.turbo.planning.extend_limits import max_extend_len
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 
+from ..utils import CUDA_HEAD_SIZES
+
 DEVICE = torch.device("cuda", 0)
 SHARED_BYTES = 232448
 LAYOUT = TurboFormat.from_cache_dtype("turbo4", 128)
@@ -121,6 +123,10 @@ def test_all_that_is_asked_for_is_listed(
     query_lens, extend_lens = range(1, max_query_len + 1), range(1, longest + 1)
     served(LAYOUT, group, query_lens, extend_lens, variant)
     assert set(asked) == listed
+
+
+def test_head_sizes_of_the_tests_are_those_of_the_kernels():
+    assert CUDA_HEAD_SIZES == SUPPORTED_HEAD_SIZES
 
 
 def test_all_widths_of_both_kernels_where_batches_have_them(asked):

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import merge as cuda_merge
-from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
@@ -22,13 +20,23 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.triton.merge import merge_splits as triton_merge
 
 from ..attention_utils import assert_within, merge_call
-from ..utils import BF16, DEVICE, FP16, ON_GPU, gaussian, requires_cuda, requires_triton
+from ..utils import (
+    BF16,
+    CUDA_HEAD_SIZES,
+    DEVICE,
+    FP16,
+    ON_GPU,
+    cuda_module,
+    gaussian,
+    requires_cuda,
+    requires_triton,
+)
 
 FP32 = torch.float32
 NUM_KV_HEADS = 2
 # Rounding of the output; for fp32, rounding of sums over up to 512 terms.
 TOLERANCES = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-18}
-all_sizes = pytest.mark.parametrize("head_size", SUPPORTED_HEAD_SIZES)
+all_sizes = pytest.mark.parametrize("head_size", CUDA_HEAD_SIZES)
 output_dtypes = pytest.mark.parametrize(
     "dtype", TOLERANCES, ids=["bf16", "fp16", "fp32"]
 )
@@ -83,9 +91,10 @@ def with_warps(num_warps: int | None) -> Merge:
     """CUDA's merge with so many warps a row, or all of a block if it has fewer."""
 
     def merge(partials: Partials, call: AttentionCall) -> None:
-        most = cuda_merge.block_warps(partials.output.shape[-1])
+        cuda = cuda_module("merge")
+        most = cuda.block_warps(partials.output.shape[-1])
         own = None if num_warps is None else min(num_warps, most)
-        cuda_merge.merge_splits(partials, call, own)
+        cuda.merge_splits(partials, call, own)
 
     name = "cuda" if num_warps is None else f"cuda{num_warps}"
     return Merge(name, merge, within_rounding, (requires_cuda,))
@@ -96,7 +105,7 @@ CUDA = with_warps(None)
 
 
 def merges(
-    *cuda: int | None, sizes: Iterable[int] = SUPPORTED_HEAD_SIZES
+    *cuda: int | None, sizes: Iterable[int] = CUDA_HEAD_SIZES
 ) -> pytest.MarkDecorator:
     """Parametrise a test by ``kernel, head_size``.
 

@@ -7,8 +7,6 @@ from functools import partial
 import torch
 
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
-from vllm.v1.attention.ops.turbo.cuda.store import StoreTuning
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.triton import store as triton_store
@@ -17,24 +15,33 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ..utils import (
     ON_GPU,
     KernelUnderTest,
+    cuda_module,
     layer_caches,
     requires_cuda,
     requires_triton,
 )
 
+
+def store_by_cuda(call: StoreCall, *tuning: int) -> None:
+    """Launch CUDA's store, with the fields of a ``StoreTuning`` if any are given."""
+    cuda = cuda_module("store")
+    cuda.store(call, tuning=cuda.StoreTuning(*tuning) if tuning else None)
+
+
 TRITON = KernelUnderTest(
     "triton", triton_store.store, (requires_triton,), 200 if ON_GPU else 24
 )
-CUDA = KernelUnderTest("cuda", cuda_store.store, (requires_cuda,), 600)
+CUDA = KernelUnderTest("cuda", store_by_cuda, (requires_cuda,), 600)
 
 
 def tuned(num_threads: int) -> list[KernelUnderTest]:
     """CUDA's store with each number of lanes for a scale group."""
+
+    def launch(call: StoreCall, parts: int) -> None:
+        store_by_cuda(call, parts, num_threads)
+
     return [
-        CUDA._replace(
-            name=f"{CUDA.name}-{parts}",
-            launch=partial(CUDA.launch, tuning=StoreTuning(parts, num_threads)),
-        )
+        CUDA._replace(name=f"cuda-{parts}", launch=partial(launch, parts=parts))
         for parts in (1, 2, 4)
     ]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.cuda.build import SUPPORTED_HEAD_SIZES
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.interface import RotatedQuery, StoreCall
 
 from ..utils import (
     BF16,
+    CUDA_HEAD_SIZES,
     DEVICE,
     FP16,
     KERNEL_CASES,
@@ -34,7 +34,7 @@ def layout_of(name: str, head_size: int) -> TurboFormat:
 
 
 CUDA_LAYOUTS = [
-    layout_of(name, size) for name in TURBO_PRESETS for size in SUPPORTED_HEAD_SIZES
+    layout_of(name, size) for name in TURBO_PRESETS for size in CUDA_HEAD_SIZES
 ]
 CUDA_CASES = [(layout, dtype) for layout in CUDA_LAYOUTS for dtype in (BF16, FP16)]
 # Triton compiles an instance for codes of three bits for a minute. So most head sizes

@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import latent_gather as cuda_gather
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS, LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import GatherCall
 from vllm.v1.attention.ops.turbo.reference import latent as reference
@@ -19,6 +18,7 @@ from ..utils import (
     FP16,
     KernelUnderTest,
     by_kernel,
+    cuda_module,
     make_block_table,
     num_blocks_for,
     requires_cuda,
@@ -29,7 +29,9 @@ from .test_latent_format import layout_of
 
 FP32 = torch.float32
 TRITON = KernelUnderTest("triton", triton_gather.gather, (requires_triton,))
-CUDA = KernelUnderTest("cuda", cuda_gather.gather, (requires_cuda,))
+CUDA = KernelUnderTest(
+    "cuda", lambda call: cuda_module("latent_gather").gather(call), (requires_cuda,)
+)
 all_kernels = by_kernel("kernel", [(TRITON,), (CUDA,)])
 LAYOUT = layout_of("turbo4", 320)
 CASES = [(576, BF16), (576, FP32), (512, FP32), (320, FP16), (256, BF16)]

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda import latent_store as cuda_store
 from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_PRESETS,
     LATENT_SIZES,
@@ -30,6 +29,7 @@ from ..utils import (
     ON_GPU,
     KernelUnderTest,
     by_kernel,
+    cuda_module,
     gaussian,
     random_slots,
     requires_cuda,
@@ -46,12 +46,15 @@ from .latent_utils import (
 )
 from .test_latent_format import FILE, NUM_TOKENS, golden_vectors, layout_of
 
+
+def store_by_cuda(call: LatentStoreCall, parts: int | None = None) -> None:
+    cuda_module("latent_store").store(call, parts)
+
+
 TRITON = KernelUnderTest(
     "triton", triton_store.store, (requires_triton,), 200 if ON_GPU else 24
 )
-CUDA = KernelUnderTest(
-    "cuda", cuda_store.store, (requires_cuda,), 600 if ON_GPU else 40
-)
+CUDA = KernelUnderTest("cuda", store_by_cuda, (requires_cuda,), 600 if ON_GPU else 40)
 TUNED = [
     CUDA._replace(name=f"cuda-{parts}", launch=partial(CUDA.launch, parts=parts))
     for parts in (1, 4)
