@@ -68,7 +68,7 @@ ON_NVIDIA = ON_GPU and current_platform.is_cuda()
 # CPU. It takes seconds for a few thousand tokens.
 CUDA_IS_EMULATED = os.environ.get("TURBO_CUDA_EMULATION") == "1"
 CAN_RUN_CUDA = ON_NVIDIA or CUDA_IS_EMULATED
-# Those of ``cuda.build``, also for a change that has Triton's kernels alone.
+# Head sizes of CUDA's kernels. The entry of Triton's kernels has no ``cuda.build``.
 CUDA_HEAD_SIZES = (64, 128, 256, 512)
 # Tokens of a segment of the offset of K: see the fixture ``short_segments``. CUDA's
 # kernels are compiled for the segments that are served, or that an emulated GPU has.
