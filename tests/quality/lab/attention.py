@@ -87,7 +87,7 @@ class Cache:
         reading: The tokens that are read from these.
         query: The rounding of queries, a key of QUERIES.
         means: (H, 1, D) a layer, the mean of its K on other text, or (H, T, D).
-        recorded: If a list, the K of each layer is appended to it.
+        recorded: If a list, K and V of each layer are appended to it.
         window: The variant that rounds all other tokens; None: none does.
 
     """
@@ -96,7 +96,9 @@ class Cache:
     reading: Reading = STORED
     query: str = "exact"
     means: Sequence[torch.Tensor] = ()
-    recorded: list[torch.Tensor] | None = field(default=None, repr=False)
+    recorded: list[tuple[torch.Tensor, torch.Tensor]] | None = field(
+        default=None, repr=False
+    )
     window: Variant | None = None
 
 
@@ -190,7 +192,7 @@ class LabModel:
         """Attention of one layer; K and q have had their norm and RoPE."""
         cache, layer = self.cache, module.layer_idx
         if cache.recorded is not None:
-            cache.recorded.append(key)
+            cache.recorded.append((key, value))
         variant = cache.layers[layer]
         stored = raw = key, value
         mean = cache.means[layer] if cache.means else None
@@ -214,4 +216,4 @@ class LabModel:
         cache = Cache([None] * self.num_layers, recorded=[])
         self.log_probs(tokens, cache)
         assert cache.recorded is not None
-        return [key.mean((0, 2))[:, None] for key in cache.recorded]
+        return [key.mean((0, 2))[:, None] for key, _ in cache.recorded]

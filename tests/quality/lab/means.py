@@ -1,0 +1,377 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The loss that is left when the means of K and V are not stored, model by model.
+
+Writes means.json, with all figures, and means.md. A model runs held-out text in fp32 on
+K and V as the cache gives them back, and is compared with itself on exact K and V. The
+mean of a layer's K is taken over positions before RoPE, without the first tokens, and
+turned by RoPE to each position, or averaged over segments of positions. V's mean is one
+vector. What is taken off before storing is added when it is read, so that any table is
+exact but for the codes.
+
+    means.py --model models/needle-llama --output FOLDER
+    means.py --model build/smollm2 --text manuals.txt --output FOLDER
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from attention import Cache, LabModel, Reading
+from key_offset_model import segment_means
+from measure import compare
+from report import kl_cell, page, setting, write_results
+from variants import RoundTrip, Variant, as_fp8, identity, preset
+from window_rows import rotated
+from windows import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut
+
+PRESETS = ("turbo4", "k4v3", "turbo3")
+# The newest tokens that are seen as they are: the newest alone, and a recent window.
+WINDOWS = (1, 24)
+SEGMENTS = (512, 2048)
+# Tokens at the start of a sequence that are left alone, or kept exact.
+FIRSTS = (1, 16, 64)
+# Tokens of random calibrations, and how many seeds each has.
+RANDOM = (64, 512, 4096)
+SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Means:
+    """The means of all layers.
+
+    Attributes:
+        key: (H, D) a layer, of K before RoPE.
+        turned: (H, D) a layer, of K after RoPE.
+        value: (H, D) a layer.
+
+    """
+
+    key: list[torch.Tensor]
+    turned: list[torch.Tensor]
+    value: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to store K and V.
+
+    Attributes:
+        key: The part of K that is taken off: ``none``, ``exact``, ``constant``, or the
+            length of segments.
+        value: Whether V's mean is taken off.
+        first: The first token whose K something is taken off.
+        first_value: The first token whose V something is taken off.
+        kept: Tokens at the start that are kept apart.
+        kept_bits: Bits of a coordinate of these: 32, or 8 as in a recent window.
+        source: The tokens that the means are of.
+
+    """
+
+    key: str = "none"
+    value: bool = False
+    first: int = 16
+    first_value: int = 16
+    kept: int = 0
+    kept_bits: int = 32
+    source: str = "text"
+
+    @property
+    def name(self) -> str:
+        of_key = f"segments of {self.key}" if self.key.isdigit() else self.key
+        sides = [] if self.key == "none" else [f"K ({of_key})"]
+        sides += ["V"] if self.value else []
+        words = [" and ".join(sides) or "nothing"]
+        if self.first != 16:
+            words.append(f"K's from token {self.first} on")
+        if self.first_value != 16:
+            words.append(f"V's from token {self.first_value} on")
+        if self.kept:
+            form = "exact" if self.kept_bits == 32 else f"in {self.kept_bits} bits"
+            words.append(f"the first {self.kept} {form}")
+        if self.source != "text":
+            words.append(f"means of {self.source}")
+        return ", ".join(words)
+
+
+def arms(sources: list[str]) -> Iterator[Arm]:
+    """Every arm; ``text`` is in ``sources``."""
+    yield Arm()
+    for segment in SEGMENTS:
+        yield Arm(str(segment))
+    yield Arm("exact")
+    yield Arm("constant")
+    yield Arm(value=True)
+    both = Arm("2048", value=True)
+    yield both
+    yield replace(both, first=0, first_value=0)
+    for first in FIRSTS:
+        if first != both.first:
+            yield replace(both, first=first, first_value=first)
+        yield replace(both, first=first, first_value=0)
+        for bits in (8, 32):
+            kept = replace(both, first=first, first_value=first, kept=first)
+            yield replace(kept, kept_bits=bits)
+    yield Arm(kept=16)
+    for source in sources:
+        if source != "text":
+            yield replace(both, source=source)
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat([-high, low], -1)
+
+
+@torch.inference_mode()
+def rope(lab: LabModel, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of each position, (T, D) fp32, with halves of pairs apart.
+
+    Raises:
+        ValueError: If the model has no such RoPE for whole heads.
+
+    """
+    rotary = getattr(lab.model.model, "rotary_emb", None)
+    if rotary is None:
+        raise ValueError(f"{lab.model.config.model_type} has no RoPE for whole heads")
+    positions = torch.arange(num_tokens, device=lab.device)[None]
+    cos, sin = rotary(torch.zeros(1, device=lab.device), positions)
+    if cos.shape[-1] != lab.head_size:
+        raise ValueError("RoPE turns a part of a head")
+    return cos[0], sin[0]
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of (..., T, D); with ``-sin`` the way back."""
+    return x * cos + rotate_half(x) * sin
+
+
+def means_of(lab: LabModel, texts: list[torch.Tensor], first: int = 16) -> Means:
+    """Means over all tokens of texts, (1, T) each, but the first ones of each."""
+    sums: list[list[torch.Tensor]] = []
+    count = 0
+    for tokens in texts:
+        cache = Cache([None] * lab.num_layers, recorded=[])
+        lab.log_probs(tokens, cache)
+        assert cache.recorded is not None
+        cos, sin = rope(lab, tokens.shape[1])
+        own = [
+            [
+                x[0, :, first:].double().sum(1)
+                for x in (turn(key, cos, -sin), key, value)
+            ]
+            for key, value in cache.recorded
+        ]
+        sums = (
+            own
+            if not sums
+            else [[a + b for a, b in zip(*pair)] for pair in zip(sums, own)]
+        )
+        count += tokens.shape[1] - first
+    if count <= 0:
+        raise ValueError(f"texts have no tokens behind the first {first}")
+    columns = zip(*[[(x / count).float() for x in layer] for layer in sums])
+    return Means(*map(list, columns))
+
+
+def key_tables(
+    arm: Arm, means: Means, cos: torch.Tensor, sin: torch.Tensor
+) -> list[torch.Tensor]:
+    """The offset that is taken off each layer's K at each position, (H, T, D)."""
+    num_tokens = cos.shape[0]
+    if arm.key == "constant":
+        tables = [x[:, None].repeat(1, num_tokens, 1) for x in means.turned]
+    else:
+        tables = [turn(x[:, None], cos, sin) for x in means.key]
+        if arm.key == "none":
+            tables = [torch.zeros_like(x) for x in tables]
+        elif arm.key != "exact":
+            tables = segment_means(tables, int(arm.key))
+    for table in tables:
+        table[:, : arm.first] = 0
+    return tables
+
+
+def layer_cache(own: Variant, arm: Arm, value_mean: torch.Tensor) -> Variant:
+    """A layer's cache: what is taken off V, and the tokens that are not rounded.
+
+    Args:
+        own: The cache dtype, which takes a mean off K.
+        arm: The parts that are taken off, and the tokens that are kept apart.
+        value_mean: (H, D).
+
+    """
+    keep = identity if arm.kept_bits == 32 else rotated
+
+    def behind_first(round_trip: RoundTrip) -> RoundTrip:
+        def rounded(x: torch.Tensor) -> torch.Tensor:
+            first, others = x.split([arm.kept, x.shape[-2] - arm.kept], -2)
+            return torch.cat([keep(first), round_trip(others)], -2)
+
+        return rounded if arm.kept else round_trip
+
+    behind = behind_first(own.value)
+
+    def without_mean(x: torch.Tensor) -> torch.Tensor:
+        table = value_mean[:, None].repeat(1, x.shape[-2], 1)
+        table[:, : arm.first_value] = 0
+        return behind(x - table) + table
+
+    return replace(
+        own,
+        key=behind_first(own.key),
+        value=without_mean if arm.value else behind,
+        subtracts_mean=True,
+    )
+
+
+def caches_of(
+    lab: LabModel,
+    own: Variant,
+    chosen: list[Arm],
+    means: Mapping[str, Means],
+    length: int,
+) -> dict[tuple[str, int], Cache]:
+    """The caches by the arm's name and the newest tokens that are seen as they are."""
+    cos, sin = rope(lab, length)
+    caches = {}
+    for arm in chosen:
+        own_means = means[arm.source]
+        tables = key_tables(arm, own_means, cos, sin)
+        layers = [layer_cache(own, arm, x) for x in own_means.value]
+        for window in WINDOWS:
+            cache = Cache(layers, Reading(window=window), means=tables)
+            caches[arm.name, window] = cache
+    return caches
+
+
+class Texts:
+    """Texts of a model's tokens.
+
+    Attributes:
+        held_out: (1, T) each, which are measured.
+        others: (1, T) each, of the same file, which the means are of.
+
+    """
+
+    def __init__(
+        self, folder: Path, file: Path | None, count: int, others: int, length: int
+    ) -> None:
+        if file is None:
+            documents = HELD_OUT.read_text(encoding="utf-8").split(SEPARATOR)
+            tokens = Vocabulary(folder).documents(documents)
+        else:
+            tokens = encode(folder, file)
+        # Held-out texts and the others do not lie in one stretch of a document.
+        found = [torch.tensor([x]) for x in cut(tokens, count + others, length)]
+        self.held_out, self.others = found[:count], found[count:]
+
+
+def encode(folder: Path, file: Path) -> list[int]:
+    """The tokens of a text file."""
+    from tokenizers import Tokenizer
+
+    text = file.read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def calibrations(
+    lab: LabModel, texts: Texts, files: Mapping[str, Path], folder: Path, length: int
+) -> dict[str, Means]:
+    """The means by the name of the tokens that they are of."""
+    found = {"text": means_of(lab, [x.to(lab.device) for x in texts.others])}
+    # The first prompt that is served: a held-out text's own first tokens.
+    prompt = texts.held_out[0][:, : length // 4].to(lab.device)
+    found[f"a first prompt of {prompt.shape[1]}"] = means_of(lab, [prompt])
+    for name, file in files.items():
+        (tokens,) = cut(encode(folder, file), 1, length)
+        found[name] = means_of(lab, [torch.tensor([tokens], device=lab.device)])
+    size = lab.model.config.vocab_size
+    for count, seed in product(RANDOM, range(SEEDS)):
+        if count > length:
+            continue
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(size, (1, count), generator=generator)
+        name = f"{count} random tokens, seed {seed}"
+        found[name] = means_of(lab, [tokens.to(lab.device)])
+    return found
+
+
+def measure(args: argparse.Namespace) -> list[dict]:
+    lab = LabModel(args.model, args.device)
+    texts = Texts(args.model, args.text, args.texts, args.others, args.length)
+    files = dict(x.split("=", 1) for x in args.calibrate)
+    paths = {name: Path(x) for name, x in files.items()}
+    means = calibrations(lab, texts, paths, args.model, args.length)
+    held_out = [x.to(lab.device) for x in texts.held_out]
+    positions = slice(args.first, args.length - 1)
+    own = Variant("fp8", as_fp8, as_fp8, 2 * lab.head_size)
+    exact = Cache([own] * lab.num_layers)
+    yardsticks = {w: replace(exact, reading=Reading(window=w)) for w in WINDOWS}
+    figures = compare(lab, held_out, yardsticks, positions)
+    rows = [{"cache": "fp8", "arm": "nothing"} | {str(w): figures[w] for w in WINDOWS}]
+    for name in args.presets:
+        own = preset(name, lab.head_size, subtracts_mean=True)
+        for arm in arms(list(means)):
+            caches = caches_of(lab, own, [arm], means, args.length)
+            figures = compare(lab, held_out, caches, positions)
+            row = {str(w): figures[arm.name, w] for w in WINDOWS}
+            rows.append({"cache": name, "arm": arm.name} | row)
+            print(f"{name}, {arm.name}: {kl_cell(row[str(WINDOWS[-1])])}", flush=True)
+    return rows
+
+
+def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
+    about = (
+        f"{args.model.name}, {args.texts} texts of {args.length} tokens, the first "
+        f"{args.first} positions not counted; fp32 on {args.device}; KL in millinats a "
+        "token with the standard error of the mean, by how many of the newest tokens "
+        "are seen as they are. Means leave out the first 16 tokens of each text. "
+        "Written by `tests/quality/lab/means.py`."
+    )
+    head = ["cache", "taken off", *WINDOWS]
+    cells = [
+        [row["cache"], row["arm"], *(kl_cell(row[str(w)]) for w in WINDOWS)]
+        for row in rows
+    ]
+    return page("What is left without the means of K and V", about, [head, *cells])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="file; needed unless the model is one of the project's",
+    )
+    parser.add_argument("--texts", type=int, default=4, help="number of held-out texts")
+    parser.add_argument("--others", type=int, default=2, help="texts of the means")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
+    parser.add_argument("--first", type=int, default=256, help="positions not counted")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["turbo4"])
+    parser.add_argument(
+        "--calibrate", nargs="+", default=[], metavar="NAME=FILE", help="other means"
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device)
+    parser.add_argument("--output", type=Path, required=True, help="folder")
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    rows = measure(args)
+    args.text = args.text or HELD_OUT
+    figures = {"setting": setting(args), "rows": rows}
+    write_results(args.output, "means", figures, markdown(args, rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
