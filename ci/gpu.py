@@ -36,7 +36,7 @@ FOUND = 9
 RACECHECK_PARTS = 4
 # Small kernels without a race, and the kernels that racecheck does not watch if it
 # reports hazards there.
-RACE_FREE = {"sets": "columns", "ring": "extends"}
+RACE_FREE = {"sets": "decode_wgmma", "ring": "extends"}
 PIPES = ("alu", "fma", "fmaheavy", "lsu", "tensor")
 STALLS = (
     "long_scoreboard", "short_scoreboard", "math_pipe_throttle", "wait",

@@ -5,7 +5,7 @@
 //
 // Sets of four warps meet at barriers of their own, each set a different number
 // of times, and then hand sums to each other between barriers of the whole
-// block. The decode kernel of columns does the same.
+// block. The kernel decode_wgmma does the same.
 #include <cuda_runtime.h>
 
 #include <cstdio>

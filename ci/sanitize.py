@@ -398,14 +398,14 @@ def main() -> None:
         "--without",
         nargs="+",
         default=[],
-        choices=["columns", "extends"],
-        help="decode many queries of a KV head in passes, not by columns; no extends",
+        choices=["decode_wgmma", "extends"],
+        help="decode many queries of a KV head in passes, not by WGMMA; no extends",
     )
     args = parser.parse_args()
     if args.defects:
         print(*planted_defects("extends" in args.without))
         return
-    if "columns" in args.without:
+    if "decode_wgmma" in args.without:
         decode_wgmma.SERVED = range(0)
     torch.manual_seed(0)
     defect = SANITIZER_DEFECTS.get(args.defect)

@@ -304,4 +304,4 @@ def test_divergence_from_an_unquantised_cache(folder: Path, tmp_path: Path):
         name: mean_divergence(own, requests_of(found[name], "alone"))
         for name in (*BYTES, "zeroed")
     }
-    assert 0 < kl["turbo4"] < kl["turbo3"] < kl["zeroed"] / 4, kl
+    assert 0 < 1.5 * kl["turbo4"] < kl["turbo3"] < kl["zeroed"] / 4, kl

@@ -9,7 +9,17 @@ import pytest
 import torch
 import transformers
 from attention import LabModel
-from means import Arm, arms, caches_of, key_tables, layer_cache, means_of, rope, turn
+from means import (
+    Arm,
+    arms,
+    build_parser,
+    caches_of,
+    key_tables,
+    layer_cache,
+    means_of,
+    rope,
+    turn,
+)
 from measure import compare
 from variants import Variant, identity, preset
 
@@ -46,6 +56,11 @@ def small_model(folder: Path, key_scale: float = 1.0) -> LabModel:
     return LabModel(folder, "cpu")
 
 
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> LabModel:
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
 def random_texts(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(64, (1, LENGTH), generator=generator) for _ in range(count)]
@@ -70,9 +85,9 @@ def test_means_are_of_projections(tmp_path: Path):
 
 
 @pytest.mark.parametrize("arm", EXACT, ids=lambda arm: arm.name)
-def test_what_is_taken_off_is_added_again(tmp_path: Path, arm: Arm):
+def test_what_is_taken_off_is_added_again(lab: LabModel, arm: Arm):
     """A cache that rounds nothing changes no prediction, whatever is taken off."""
-    lab, texts = small_model(tmp_path), random_texts(1)
+    texts = random_texts(1)
     means = {"text": means_of(lab, texts)}
     own = Variant("exact", identity, identity, 0, subtracts_mean=True)
     caches = caches_of(lab, own, [arm], means, LENGTH)
@@ -93,8 +108,7 @@ def test_keys_that_are_their_mean_lose_nothing(tmp_path: Path):
     assert exact < ROUNDING < 1e-3 < without
 
 
-def test_tables_leave_the_first_tokens_alone(tmp_path: Path):
-    lab = small_model(tmp_path)
+def test_tables_leave_the_first_tokens_alone(lab: LabModel):
     means = means_of(lab, random_texts(1))
     cos, sin = rope(lab, LENGTH)
     for kind in ("exact", "constant", "32"):
@@ -115,10 +129,10 @@ def test_tables_leave_the_first_tokens_alone(tmp_path: Path):
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("bits, error", [(32, 1e-6), (8, 0.01)])
 def test_tokens_that_are_kept_apart(
-    tmp_path: Path, bits: int, error: float, value: bool
+    lab: LabModel, bits: int, error: float, value: bool
 ):
     """Their rounding is that of the form, and others' that of turbo4."""
-    lab, texts = small_model(tmp_path), random_texts(1)
+    texts = random_texts(1)
     own = preset("turbo4", HEAD_SIZE, subtracts_mean=True)
     means = {"text": means_of(lab, texts)}
     arm = Arm("exact", value=value, kept=9, kept_bits=bits)
@@ -139,6 +153,12 @@ def test_parts_of_heads_are_refused(tmp_path: Path):
         rope(lab, 4)
     with pytest.raises(ValueError, match="no tokens behind the first 96"):
         means_of(small_model(tmp_path), random_texts(1), first=96)
+
+
+@pytest.mark.parametrize("text", ["code", "=file", "code=missing"])
+def test_files_of_other_means_have_names(text: str):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--output", "x", "--calibrate", text])
 
 
 def test_arms_have_names_of_their_own():

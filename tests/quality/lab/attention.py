@@ -8,6 +8,7 @@ quantised, so the result is that of prefilling in chunks and then decoding.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from vllm.v1.attention.ops.turbo import reference
 # Queries at a time: the scores of all would not fit.
 QUERY_BLOCK = 512
 NAME = "turbo_lab"
+_NUMBERS = count()
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,13 @@ class LabModel:
     """
 
     def __init__(self, folder: Path, device: str):
-        transformers.AttentionInterface.register(NAME, self._attend)
+        # Models that live at the same time attend by functions of their own.
+        name = f"{NAME}_{next(_NUMBERS)}"
+        transformers.AttentionInterface.register(name, self._attend)
         # The mask is ours as well: no mask of (T, T) is built.
-        transformers.AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+        transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=NAME
+            folder, dtype=torch.float32, attn_implementation=name
         )
         self.model.to(device).eval()
         self.device = device

@@ -306,9 +306,8 @@ def calibrations(
 def measure(args: argparse.Namespace) -> list[dict]:
     lab = LabModel(args.model, args.device)
     texts = Texts(args.model, args.text, args.texts, args.others, args.length)
-    files = dict(x.split("=", 1) for x in args.calibrate)
-    paths = {name: Path(x) for name, x in files.items()}
-    means = calibrations(lab, texts, paths, args.model, args.length)
+    files = dict(args.calibrate)
+    means = calibrations(lab, texts, files, args.model, args.length)
     held_out = [x.to(lab.device) for x in texts.held_out]
     positions = slice(args.first, args.length - 1)
     own = Variant("fp8", as_fp8, as_fp8, 2 * lab.head_size)
@@ -343,6 +342,13 @@ def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
     return page("What is left without the means of K and V", about, [head, *cells])
 
 
+def named_file(text: str) -> tuple[str, Path]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and Path(path).is_file()):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE of a file")
+    return name, Path(path)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL, help="folder")
@@ -357,7 +363,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=256, help="positions not counted")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["turbo4"])
     parser.add_argument(
-        "--calibrate", nargs="+", default=[], metavar="NAME=FILE", help="other means"
+        "--calibrate",
+        nargs="+",
+        type=named_file,
+        default=[],
+        metavar="NAME=FILE",
+        help="other means",
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device)

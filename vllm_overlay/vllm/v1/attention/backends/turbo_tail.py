@@ -112,7 +112,7 @@ class TurboTailBackend(AttentionBackend):
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Whether a block has room for a useful tail, or the user asked for it."""
+        """Whether the user asked for a tail, or a block has room for a useful one."""
         config = get_current_vllm_config_or_none()
         asked_for = config is None or config.cache_config.user_specified_block_size
         return asked_for or block_size is None or block_size >= PREFERRED_BLOCK_SIZE

@@ -135,7 +135,7 @@ def num_stages(layout: TurboFormat, plan: ExtendPlan, shared_bytes: int) -> int:
 def _served(
     layout: TurboFormat, demand: Demand
 ) -> Iterator[tuple[TurboFormat, ExtendPlan, Variant]]:
-    if EXTEND_MMA.refusal(layout) or _has_rows(layout, demand.capability):
+    if EXTEND_MMA.refusal(layout) or _has_wgmma(layout, demand.capability):
         return
     for num_queries in demand.numbers_of_queries(demand.max_extend_len):
         yield layout, plan_for(layout, num_queries), demand.variant
@@ -164,8 +164,8 @@ EXTEND_MMA = Family[TurboFormat, ExtendPlan](
 )
 
 
-def _has_rows(layout: TurboFormat, capability: int | None) -> bool:
-    """Whether the kernel of ``extend_wgmma`` serves in place of this one."""
+def _has_wgmma(layout: TurboFormat, capability: int | None) -> bool:
+    """Whether a GPU runs the kernel of ``extend_wgmma`` in place of this one."""
     return extend_wgmma.EXTEND_WGMMA.unsupported_reason(layout, capability) is None
 
 
@@ -187,7 +187,7 @@ def load(
         RuntimeError: If it cannot be built.
 
     """
-    if _has_rows(layout, capability_of(device)):
+    if _has_wgmma(layout, capability_of(device)):
         plan = extend_wgmma.plan_for(layout, num_queries)
         return extend_wgmma.EXTEND_WGMMA.load(layout, plan, device, variant)
     return EXTEND_MMA.load(layout, plan_for(layout, num_queries), device, variant)
