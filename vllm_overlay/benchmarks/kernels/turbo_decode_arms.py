@@ -262,10 +262,10 @@ class TurboArm(Arm):
         self.cache = cache if cache is not None else self.make_pages(cache_layout)
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
         group = heads // shape.num_kv_heads
-        variant = Variant(has_key_offset, has_tail)
-        self.kernels = choose_kernels(
-            kernels, TurboSource(self.layout, group, variant=variant)
+        source = TurboSource(
+            self.layout, group, variant=Variant(has_key_offset, has_tail)
         )
+        self.kernels = choose_kernels(kernels, source)
         self.offsets = self.step_offset = None
         # By a sequence's number of tokens. Made before, as a graph cannot make them.
         self.chunk_offsets: dict[int, KeyOffset] = {}
