@@ -10,15 +10,18 @@ import torch
 import transformers
 from attention import LabModel
 from means import (
+    FIRST_TOKENS,
     Arm,
     arms,
     build_parser,
     caches_of,
+    first_means,
     key_tables,
     layer_cache,
     means_of,
     rope,
     turn,
+    until,
 )
 from measure import compare
 from variants import Variant, identity, preset
@@ -111,9 +114,11 @@ def test_keys_that_are_their_mean_lose_nothing(tmp_path: Path):
 def test_tables_leave_the_first_tokens_alone(lab: LabModel):
     means = means_of(lab, random_texts(1))
     cos, sin = rope(lab, LENGTH)
+    today = key_tables(Arm(), means, cos, sin)
     for kind in ("exact", "constant", "32"):
-        for table in key_tables(Arm(kind, first=7), means, cos, sin):
-            assert (table[:, :7] == 0).all() and (table[:, 7:] != 0).any(-1).all()
+        for table, bias in zip(key_tables(Arm(kind, first=7), means, cos, sin), today):
+            assert torch.equal(table[:, :7], bias[:, :7]) and bias.any()
+            assert (table[:, 7:] != bias[:, 7:]).any(-1).all()
     (table, _) = key_tables(Arm("32", first=0), means, cos, sin)
     exact = turn(means.key[0][:, None], cos, sin)
     assert torch.allclose(table[:, 32:64], exact[:, 32:64].mean(1, keepdim=True))
@@ -121,7 +126,7 @@ def test_tables_leave_the_first_tokens_alone(lab: LabModel):
     stored = []
     own = Variant("seen", identity, lambda x: stored.append(x) or x, 0)
     arm = Arm(value=True, first_value=7)
-    layer_cache(own, arm, means.value[0]).value(value)
+    layer_cache(own, arm, means.value[0], means.first_value[0]).value(value)
     assert torch.equal(stored[0][:, :7], value[:, :7])
     assert torch.allclose(stored[0][:, 7:], value[:, 7:] - means.value[0])
 
@@ -144,6 +149,44 @@ def test_tokens_that_are_kept_apart(
         relative = (found - given).norm(dim=-1) / given.norm(dim=-1)
         assert relative[..., :9].max() < error
         assert relative[..., 9:].min() > 0.02
+
+
+def test_first_token_that_is_its_own_mean_loses_nothing(lab: LabModel):
+    """Other tokens lose what they did, and so does a side without such a mean."""
+    own = preset("turbo4", HEAD_SIZE, subtracts_mean=True)
+    means = means_of(lab, random_texts(1))
+    for sides in ("K", "V", "KV"):
+        arm = Arm("exact", first=1, own_first=sides)
+        (cache, _) = caches_of(lab, own, [arm], {"text": means}, LENGTH).values()
+        key, value = torch.randn(2, 1, 1, LENGTH, HEAD_SIZE)
+        key[0, :, 0], value[0, :, 0] = means.first_key[0], means.first_value[0]
+        found = cache.layers[0].round_trip(key, value, cache.means[0])
+        for side, given, read in zip("KV", (key, value), found):
+            relative = (read - given).norm(dim=-1) / given.norm(dim=-1)
+            assert (relative[..., 0].max() < 1e-6) == (side in sides)
+            assert relative[..., 1:].min() > 0.02
+
+
+def test_means_of_first_tokens(lab: LabModel):
+    """They are of sequences of one token, and so of position 0."""
+    keys, values = first_means(lab)
+    seen: list[torch.Tensor] = []
+    layer = lab.model.model.layers[0]
+    hook = layer.self_attn.v_proj.register_forward_hook(
+        lambda module, given, output: seen.append(output)
+    )
+    first_means(lab)
+    hook.remove()
+    assert seen[0].shape[:2] == (FIRST_TOKENS, 1)
+    assert torch.allclose(values[0], seen[0].mean((0, 1))[None], atol=1e-5)
+    assert len(keys) == len(values) == lab.num_layers
+
+
+def test_texts_end_with_the_time(capsys: pytest.CaptureFixture):
+    texts = random_texts(3)
+    assert len(list(until(texts, float("inf")))) == 3
+    assert len(list(until(texts, 0.0))) == 1
+    assert "stopped after 1 of 3 texts" in capsys.readouterr().out
 
 
 def test_parts_of_heads_are_refused(tmp_path: Path):

@@ -8,14 +8,17 @@ K and V as the cache gives them back, and is compared with itself on exact K and
 mean of a layer's K is taken over positions before RoPE, without the first tokens, and
 turned by RoPE to each position, or averaged over segments of positions. V's mean is one
 vector. What is taken off before storing is added when it is read, so that any table is
-exact but for the codes.
+exact but for the codes. K's bias is taken off in every arm, also where nothing else is.
 
     means.py --model models/needle-llama --output FOLDER
     means.py --model build/smollm2 --text manuals.txt --output FOLDER
+
+texts.py writes texts of several kinds.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -33,11 +36,13 @@ from windows import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut
 PRESETS = ("turbo4", "k4v3", "turbo3")
 # The newest tokens that are seen as they are: the newest alone, and a recent window.
 WINDOWS = (1, 24)
-SEGMENTS = (512, 2048)
-# Tokens at the start of a sequence that are left alone, or kept exact.
+SEGMENTS = (64, 128, 256, 512, 1024, 2048)
+# Tokens at the start of a sequence that are left alone, or kept apart.
 FIRSTS = (1, 16, 64)
 # Tokens of random calibrations, and how many seeds each has.
 RANDOM = (64, 512, 4096)
+# Random tokens whose K and V at the start of a sequence are averaged.
+FIRST_TOKENS = 64
 SEEDS = 2
 
 
@@ -49,12 +54,18 @@ class Means:
         key: (H, D) a layer, of K before RoPE.
         turned: (H, D) a layer, of K after RoPE.
         value: (H, D) a layer.
+        bias: (H, D) a layer, K's bias, which is a part of its mean, or zeros.
+        first_key: (H, D) a layer, of K of a sequence's first token.
+        first_value: (H, D) a layer, of V of a sequence's first token.
 
     """
 
     key: list[torch.Tensor]
     turned: list[torch.Tensor]
     value: list[torch.Tensor]
+    bias: list[torch.Tensor]
+    first_key: list[torch.Tensor]
+    first_value: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,10 +76,12 @@ class Arm:
         key: The part of K that is taken off: ``none``, ``exact``, ``constant``, or the
             length of segments.
         value: Whether V's mean is taken off.
-        first: The first token whose K something is taken off.
-        first_value: The first token whose V something is taken off.
+        first: The first token whose K has its mean taken off.
+        first_value: The first token whose V has its mean taken off.
+        own_first: The sides whose first token has a mean of its own taken off.
         kept: Tokens at the start that are kept apart.
         kept_bits: Bits of a coordinate of these: 32, or 8 as in a recent window.
+        kept_sides: The sides that are kept so, ``K``, ``V`` or ``KV``.
         source: The tokens that the means are of.
 
     """
@@ -77,8 +90,10 @@ class Arm:
     value: bool = False
     first: int = 16
     first_value: int = 16
+    own_first: str = ""
     kept: int = 0
     kept_bits: int = 32
+    kept_sides: str = "KV"
     source: str = "text"
 
     @property
@@ -91,36 +106,58 @@ class Arm:
             words.append(f"K's from token {self.first} on")
         if self.first_value != 16:
             words.append(f"V's from token {self.first_value} on")
+        if self.own_first:
+            words.append(f"{self.own_first} of the first token by its own mean")
         if self.kept:
             form = "exact" if self.kept_bits == 32 else f"in {self.kept_bits} bits"
-            words.append(f"the first {self.kept} {form}")
+            sides_kept = "" if self.kept_sides == "KV" else f" of {self.kept_sides}"
+            words.append(f"the first {self.kept}{sides_kept} {form}")
         if self.source != "text":
             words.append(f"means of {self.source}")
         return ", ".join(words)
 
 
+KEY = Arm("2048")
+BOTH = replace(KEY, value=True)
+
+
+def kept_apart(arm: Arm, count: int, bits: int = 8) -> Arm:
+    """An arm with the first tokens kept apart."""
+    return replace(arm, first=count, first_value=count, kept=count, kept_bits=bits)
+
+
+# The arms that decide.
+MAIN = [
+    *(Arm(), KEY, Arm("exact"), Arm(value=True), BOTH),
+    *(kept_apart(each, count) for each, count in product((KEY, BOTH), FIRSTS)),
+    Arm(kept=64, kept_bits=8),
+    *(
+        Arm(segment, first=1, first_value=1, own_first=sides)
+        for segment, sides in product(("256", KEY.key), ("K", "V", "KV"))
+    ),
+]
+
+
 def arms(sources: list[str]) -> Iterator[Arm]:
     """Every arm; ``text`` is in ``sources``."""
-    yield Arm()
-    for segment in SEGMENTS:
-        yield Arm(str(segment))
-    yield Arm("exact")
+    yield from MAIN
+    yield from (Arm(str(x)) for x in SEGMENTS if str(x) != KEY.key)
     yield Arm("constant")
-    yield Arm(value=True)
-    both = Arm("2048", value=True)
-    yield both
-    yield replace(both, first=0, first_value=0)
+    yield replace(BOTH, first=0, first_value=0)
     for first in FIRSTS:
-        if first != both.first:
-            yield replace(both, first=first, first_value=first)
-        yield replace(both, first=first, first_value=0)
-        for bits in (8, 32):
-            kept = replace(both, first=first, first_value=first, kept=first)
-            yield replace(kept, kept_bits=bits)
+        if first != KEY.first:
+            yield replace(KEY, first=first)
+            yield replace(BOTH, first=first, first_value=first)
+        yield replace(BOTH, first=first, first_value=0)
+        yield kept_apart(KEY, first, bits=32)
+        yield kept_apart(BOTH, first, bits=32)
     yield Arm(kept=16)
+    for side in "KV":
+        yield replace(kept_apart(KEY, 64), kept_sides=side)
     for source in sources:
         if source != "text":
-            yield replace(both, source=source)
+            yield replace(KEY, source=source)
+            yield replace(BOTH, source=source)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -176,56 +213,99 @@ def means_of(lab: LabModel, texts: list[torch.Tensor], first: int = 16) -> Means
     if count <= 0:
         raise ValueError(f"texts have no tokens behind the first {first}")
     columns = zip(*[[(x / count).float() for x in layer] for layer in sums])
-    return Means(*map(list, columns))
+    key, turned, value = map(list, columns)
+    biases = [layer.self_attn.k_proj.bias for layer in lab.model.model.layers]
+    pairs = zip(key, biases)
+    of_heads = [
+        x * 0 if bias is None else bias.detach().view_as(x) for x, bias in pairs
+    ]
+    return Means(key, turned, value, of_heads, *first_means(lab))
+
+
+def first_means(lab: LabModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Means of K and V of a sequence's first token, over random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    size = lab.model.config.vocab_size
+    tokens = torch.randint(size, (FIRST_TOKENS, 1), generator=generator)
+    cache = Cache([None] * lab.num_layers, recorded=[])
+    lab.log_probs(tokens.to(lab.device), cache)
+    assert cache.recorded is not None
+    keys, values = zip(*cache.recorded)
+    return [x.mean((0, 2)) for x in keys], [x.mean((0, 2)) for x in values]
+
+
+def turned(
+    vectors: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
+) -> list[torch.Tensor]:
+    """Vectors of (H, D) at each position, (H, T, D)."""
+    return [turn(x[:, None], cos, sin) for x in vectors]
 
 
 def key_tables(
     arm: Arm, means: Means, cos: torch.Tensor, sin: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The offset that is taken off each layer's K at each position, (H, T, D)."""
-    num_tokens = cos.shape[0]
+    """The offset that is taken off each layer's K at each position, (H, T, D).
+
+    The first tokens have K's bias alone taken off.
+
+    Args:
+        arm: The parts that are taken off.
+        means: Their means.
+        cos: (T, D), of all positions of each segment.
+        sin: Likewise.
+
+    """
+    biases = segment_means(turned(means.bias, cos, sin))
+    if arm.key == "none":
+        return biases
     if arm.key == "constant":
-        tables = [x[:, None].repeat(1, num_tokens, 1) for x in means.turned]
+        tables = [x[:, None].repeat(1, cos.shape[0], 1) for x in means.turned]
     else:
-        tables = [turn(x[:, None], cos, sin) for x in means.key]
-        if arm.key == "none":
-            tables = [torch.zeros_like(x) for x in tables]
-        elif arm.key != "exact":
+        tables = turned(means.key, cos, sin)
+        if arm.key != "exact":
             tables = segment_means(tables, int(arm.key))
-    for table in tables:
-        table[:, : arm.first] = 0
+    for table, bias in zip(tables, biases):
+        table[:, : arm.first] = bias[:, : arm.first]
+    if "K" in arm.own_first:
+        for table, own in zip(tables, means.first_key):
+            table[:, 0] = own
     return tables
 
 
-def layer_cache(own: Variant, arm: Arm, value_mean: torch.Tensor) -> Variant:
+def layer_cache(
+    own: Variant, arm: Arm, value_mean: torch.Tensor, first_value: torch.Tensor
+) -> Variant:
     """A layer's cache: what is taken off V, and the tokens that are not rounded.
 
     Args:
         own: The cache dtype, which takes a mean off K.
         arm: The parts that are taken off, and the tokens that are kept apart.
         value_mean: (H, D).
+        first_value: (H, D), V's mean of the first token.
 
     """
     keep = identity if arm.kept_bits == 32 else rotated
 
-    def behind_first(round_trip: RoundTrip) -> RoundTrip:
+    def behind_first(round_trip: RoundTrip, side: str) -> RoundTrip:
         def rounded(x: torch.Tensor) -> torch.Tensor:
             first, others = x.split([arm.kept, x.shape[-2] - arm.kept], -2)
             return torch.cat([keep(first), round_trip(others)], -2)
 
-        return rounded if arm.kept else round_trip
+        return rounded if arm.kept and side in arm.kept_sides else round_trip
 
-    behind = behind_first(own.value)
+    behind = behind_first(own.value, "V")
 
     def without_mean(x: torch.Tensor) -> torch.Tensor:
         table = value_mean[:, None].repeat(1, x.shape[-2], 1)
-        table[:, : arm.first_value] = 0
+        table[:, : arm.first_value if arm.value else None] = 0
+        if "V" in arm.own_first:
+            table[:, 0] = first_value
         return behind(x - table) + table
 
     return replace(
         own,
-        key=behind_first(own.key),
-        value=without_mean if arm.value else behind,
+        key=behind_first(own.key, "K"),
+        value=without_mean if arm.value or "V" in arm.own_first else behind,
         subtracts_mean=True,
     )
 
@@ -238,12 +318,15 @@ def caches_of(
     length: int,
 ) -> dict[tuple[str, int], Cache]:
     """The caches by the arm's name and the newest tokens that are seen as they are."""
-    cos, sin = rope(lab, length)
+    # A served segment is averaged whole, however short a text is.
+    longest = max(SEGMENTS)
+    cos, sin = rope(lab, -(-length // longest) * longest)
     caches = {}
     for arm in chosen:
         own_means = means[arm.source]
-        tables = key_tables(arm, own_means, cos, sin)
-        layers = [layer_cache(own, arm, x) for x in own_means.value]
+        tables = [x[:, :length].clone() for x in key_tables(arm, own_means, cos, sin)]
+        pairs = zip(own_means.value, own_means.first_value)
+        layers = [layer_cache(own, arm, *pair) for pair in pairs]
         for window in WINDOWS:
             cache = Cache(layers, Reading(window=window), means=tables)
             caches[arm.name, window] = cache
@@ -303,32 +386,47 @@ def calibrations(
     return found
 
 
+def until(texts: list[torch.Tensor], seconds: float) -> Iterator[torch.Tensor]:
+    """Texts, of which none begins after ``seconds``; one is always measured."""
+    begin = time.monotonic()
+    for number, text in enumerate(texts):
+        passed = time.monotonic() - begin
+        if number and passed > seconds:
+            print(f"stopped after {number} of {len(texts)} texts", flush=True)
+            return
+        print(f"text {number + 1} of {len(texts)}, {passed:.0f} s", flush=True)
+        yield text
+
+
 def measure(args: argparse.Namespace) -> list[dict]:
     lab = LabModel(args.model, args.device)
     texts = Texts(args.model, args.text, args.texts, args.others, args.length)
     files = dict(args.calibrate)
     means = calibrations(lab, texts, files, args.model, args.length)
     held_out = [x.to(lab.device) for x in texts.held_out]
-    positions = slice(args.first, args.length - 1)
     own = Variant("fp8", as_fp8, as_fp8, 2 * lab.head_size)
     exact = Cache([own] * lab.num_layers)
-    yardsticks = {w: replace(exact, reading=Reading(window=w)) for w in WINDOWS}
-    figures = compare(lab, held_out, yardsticks, positions)
-    rows = [{"cache": "fp8", "arm": "nothing"} | {str(w): figures[w] for w in WINDOWS}]
+    caches: dict[tuple[str, str, int], Cache] = {
+        ("fp8", Arm().name, w): replace(exact, reading=Reading(window=w))
+        for w in WINDOWS
+    }
+    chosen = MAIN if args.main else list(arms(list(means)))
     for name in args.presets:
         own = preset(name, lab.head_size, subtracts_mean=True)
-        for arm in arms(list(means)):
-            caches = caches_of(lab, own, [arm], means, args.length)
-            figures = compare(lab, held_out, caches, positions)
-            row = {str(w): figures[arm.name, w] for w in WINDOWS}
-            rows.append({"cache": name, "arm": arm.name} | row)
-            print(f"{name}, {arm.name}: {kl_cell(row[str(WINDOWS[-1])])}", flush=True)
-    return rows
+        found = caches_of(lab, own, chosen, means, args.length)
+        caches |= {(name, *key): cache for key, cache in found.items()}
+    positions = slice(args.first, args.length - 1)
+    figures = compare(lab, until(held_out, args.seconds), caches, positions)
+    return [
+        {"cache": cache, "arm": arm} | {str(w): figures[cache, arm, w] for w in WINDOWS}
+        for cache, arm in dict.fromkeys(key[:2] for key in caches)
+    ]
 
 
 def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
     about = (
-        f"{args.model.name}, {args.texts} texts of {args.length} tokens, the first "
+        f"{args.model.name}, {rows[0][str(WINDOWS[0])]['texts']} texts of "
+        f"{args.length} tokens of {args.text.name}, the first "
         f"{args.first} positions not counted; fp32 on {args.device}; KL in millinats a "
         "token with the standard error of the mean, by how many of the newest tokens "
         "are seen as they are. Means leave out the first 16 tokens of each text. "
@@ -361,6 +459,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--others", type=int, default=2, help="texts of the means")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
     parser.add_argument("--first", type=int, default=256, help="positions not counted")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no text begins later"
+    )
+    parser.add_argument("--main", action="store_true", help="the arms that decide")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["turbo4"])
     parser.add_argument(
         "--calibrate",

@@ -11,6 +11,8 @@ import torch
 from attention import Cache, LabModel
 
 Key = TypeVar("Key")
+# Distributions at a time: those of a long text would not fit in float64.
+ROWS = 512
 
 
 def kl_divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -18,7 +20,12 @@ def kl_divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
     In float64: at small divergences it is a difference of nearly equal numbers.
     """
-    exact, other = exact.double(), other.double()
+    pairs = [x.reshape(-1, x.shape[-1]).split(ROWS) for x in (exact, other)]
+    rows = [_divergence(a.double(), b.double()) for a, b in zip(*pairs)]
+    return torch.cat(rows).view(exact.shape[:-1])
+
+
+def _divergence(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (exact.exp() * (exact - other)).sum(-1)
 
 
@@ -46,7 +53,8 @@ class Comparison:
         Returns:
             ``kl`` and ``kl_p99`` in nats a token, ``kl_error``, the standard error
             of the mean with texts as samples, ``perplexity`` as its relative
-            change, and ``agreement``, the share of equal most likely tokens.
+            change, ``agreement``, the share of equal most likely tokens, and
+            ``texts``, their number.
 
         """
         divergence = torch.cat(self.divergences)[:, positions]
@@ -60,6 +68,7 @@ class Comparison:
             "kl_p99": percentile(divergence.flatten(), 0.99),
             "perplexity": math.expm1(loss),
             "agreement": agreement,
+            "texts": len(by_text),
         }
 
 
