@@ -257,6 +257,7 @@ class Section(NamedTuple):
 KERNEL_TESTS = "vllm_overlay/tests/kernels/turbo"
 TIMES = "vllm_overlay/benchmarks/kernels/benchmark_turbo"
 CACHE = "--kv-cache-memory-bytes 8589934592"
+REAL = "build/smollm2"
 SECTIONS = {
     "kernels": Section(
         "runs the kernels' tests. Compilers take most of the time: `-n 16 --dist "
@@ -400,6 +401,18 @@ SECTIONS = {
         "checks a model, which the arguments name.",
         "scripts/check_model.py --output OUT/check",
         default="models/needle-qwen3",
+    ),
+    "real": Section(
+        "checks SmolLM2 with every cache, on manuals, and looks for needles in one "
+        "passage that is repeated.",
+        f"scripts/check_model.py {REAL} --text build/texts/manuals.txt "
+        "--output OUT/check-smollm2 --kv-cache-dtype auto auto:512 fp8 "
+        "int4_per_token_head turboquant_4bit_nc turboquant_4bit_nc:all turbo4 k4v3 "
+        "turbo3 turbo4:no-window k4v3:no-window turbo3:no-window\n"
+        f"scripts/check_model.py {REAL} --text build/texts/repeated.txt "
+        "--output OUT/needles-smollm2 --kv-cache-dtype fp8 turbo4 k4v3 turbo3 "
+        "--texts 2 --needles 8",
+        needs="build/smollm2 (scripts/smollm2.py), build/texts (lab/texts.py)",
     ),
     "memory": Section(
         "looks for memory that grows after the start, at the model's context and at a "

@@ -110,7 +110,7 @@ class Checks:
                 "enable_batch_sharded_sampling": False,
                 **options,
             },
-            "compress_all_layers": False,
+            "compress_all_layers": arm.compresses_all,
             "reference": (
                 None
                 if arm == self.reference

@@ -19,6 +19,8 @@ from turbo_check.jobs import share_memory
 from turbo_check.needs import check_folder, check_tokenizer
 
 DTYPES = (*TURBO_DTYPES, "fp8")
+# The option of a turboquant preset that leaves no layer in bf16.
+ALL_LAYERS = "all"
 MAX_CONTEXT = 8192
 LAYERS = 3
 # Half of the shortest context.
@@ -34,6 +36,30 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def check_arm(name: str) -> None:
+    """Checks the option of an arm, the part behind a colon.
+
+    Raises:
+        ValueError: If the dtype has no such option.
+
+    """
+    dtype, _, option = name.partition(":")
+    if not option:
+        return
+    if dtype in TURBO_DTYPES:
+        is_known = option == NO_WINDOW
+    elif dtype.startswith("turboquant_"):
+        is_known = option == ALL_LAYERS
+    else:
+        is_known = dtype == "auto" and option.isdigit() and int(option) > 0
+    if not is_known:
+        raise ValueError(
+            f"{name} is no arm: there are turbo4:{NO_WINDOW} (and {NO_WINDOW} of "
+            f"k4v3 and turbo3), turboquant_4bit_nc:{ALL_LAYERS} (and others of vLLM's) "
+            "and auto:512, with any number of tokens"
+        )
+
+
 def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="check_model.py",
@@ -45,7 +71,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("model", help="name or folder")
     add("--kv-cache-dtype", nargs="+", default=DTYPES, metavar="DTYPE",
         help="dtypes besides the reference, which is auto; auto again shows noise; "
-             "turbo4:no-window quantises the newest tokens like the others "
+             "turbo4:no-window quantises the newest tokens like the others; "
+             "turboquant_4bit_nc:all leaves no layer in bf16; auto:512 prefills in "
+             "chunks of 512 "
              f"(default: {' '.join(DTYPES)})")  # fmt: skip
     add("--text", type=Path, default=HELD_OUT, help="text that is decoded, in UTF-8")
     add("--max-context", type=int, metavar="TOKENS",
@@ -104,11 +132,7 @@ def check_early(args: argparse.Namespace) -> None:
             f"--max-context is {args.max_context}, shorter than {MIN_CONTEXT}"
         )
     for name in args.kv_cache_dtype:
-        dtype, _, option = name.partition(":")
-        if option and (option != NO_WINDOW or dtype not in TURBO_DTYPES):
-            raise ValueError(
-                f"{name} is no arm: only {', '.join(TURBO_DTYPES)} have a :{NO_WINDOW}"
-            )
+        check_arm(name)
     check_folder(args.model)
     if "tokenizer" not in args.engine_args:
         check_tokenizer(args.model)

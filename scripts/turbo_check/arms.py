@@ -10,10 +10,12 @@ from turbo_process.arm import NO_WINDOW
 from turbo_quality.cases import HEAD
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
-from turbo_check.args import CPU_ARGS
+from turbo_check.args import ALL_LAYERS, CPU_ARGS
 from turbo_check.jobs import MAX_NUM_SEQS
 
 REFERENCE = "auto"
+# Tokens of a prompt that a step prefills: longer prompts read the cache.
+CHUNK = 2048
 CPU_CACHE_BYTES = 256 << 20
 # Share of a GPU's memory that an engine with a cache of given bytes finds free.
 MIN_FREE = 0.02
@@ -28,6 +30,8 @@ class Arm:
         cache_dtype: As on vLLM's command line.
         skip_layers: Layers whose cache has the model's dtype.
         has_window: Whether turbo_window is vLLM's default, and not 0.
+        chunk: Tokens that a step prefills.
+        compresses_all: Whether vLLM's turboquant presets keep no layer in bf16.
 
     """
 
@@ -35,6 +39,8 @@ class Arm:
     cache_dtype: str
     skip_layers: tuple[str, ...] = ()
     has_window: bool = True
+    chunk: int = CHUNK
+    compresses_all: bool = False
 
     def without(self, layer: str) -> "Arm":
         return replace(
@@ -43,11 +49,15 @@ class Arm:
 
 
 def arm_of(name: str) -> Arm:
-    """Returns the arm of a dtype, or of one without a window: `turbo4:no-window`."""
+    """Returns the arm of a dtype, with an option that `check_arm` allows."""
     dtype, _, option = name.partition(":")
     if dtype == REFERENCE:
-        return Arm(f"{dtype}, again", dtype)
-    return Arm(name, dtype, has_window=option != NO_WINDOW)
+        if not option:
+            return Arm(f"{dtype}, again", dtype)
+        return Arm(f"{dtype} in chunks of {option}", dtype, chunk=int(option))
+    all_layers = option == ALL_LAYERS
+    has_window = option != NO_WINDOW
+    return Arm(name, dtype, has_window=has_window, compresses_all=all_layers)
 
 
 def arms_of(names: list[str]) -> list[Arm]:
@@ -62,8 +72,7 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype": args.unquantised if is_reference else arm.cache_dtype,
         "max_model_len": args.plan.max_context,
         "max_num_seqs": MAX_NUM_SEQS,
-        # All chunks of a longer prompt but the first read the cache.
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": arm.chunk,
         "enable_prefix_caching": False,
         # Compilation and graph capture take longer than the cases.
         "enforce_eager": True,

@@ -257,6 +257,8 @@ def test_cases_without_a_chat_template():
         ([str(MODEL), "--kv-cache-dtype", "turbo5"], "turbo5 is no KV cache dtype"),
         ([str(MODEL), "--kv-cache-dtype", "fp8:no-window"], "fp8:no-window is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "turbo4:long"], "turbo4:long is no arm"),
+        ([str(MODEL), "--kv-cache-dtype", "turbo4:all"], "turbo4:all is no arm"),
+        ([str(MODEL), "--kv-cache-dtype", "auto:0"], "auto:0 is no arm"),
         ([str(MODEL), "--max-context", "9000"], "longer than the model's, 8192"),
         ([str(MODEL), "--max-context", "100"], "--max-context is 100, shorter than"),
         ([str(MODEL), "--texts", "0"], "--texts has to be positive, and is 0"),
@@ -308,6 +310,21 @@ def test_the_reference_is_not_quantised(kind: str | None, tmp_path: Path):
         for name in ("auto", "turbo4")
     }
     assert found == {"auto": "float16" if kind else "auto", "turbo4": "turbo4"}
+
+
+def test_options_of_arms(tmp_path: Path):
+    """The engine of an arm gets its chunk, and the child what it overrides."""
+    args = build_parser("").parse_args([str(MODEL), "--output", str(tmp_path / "x")])
+    complete(args)
+    names = ["auto", "auto:512", "turboquant_4bit_nc", "turboquant_4bit_nc:all"]
+    arms = check_model.arms_of(names)
+    assert [arm.name for arm in arms] == ["auto", "auto, again",
+        "auto in chunks of 512", *names[2:]]  # fmt: skip
+    chunks = [
+        check_model.engine_args(arm, args)["max_num_batched_tokens"] for arm in arms
+    ]
+    assert chunks == [2048, 2048, 512, 2048, 2048]
+    assert [arm.compresses_all for arm in arms] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(("error", "status"), [({}, 0), ({"error": "no"}, 1)])
