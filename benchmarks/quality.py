@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from common import ROOT, run_facts
 from env import has_gpu
-from turbo_process.arm import TURBO_DTYPES, WINDOW, read_result, run_arm
+from turbo_process.arm import ALL_LAYERS, TURBO_DTYPES, WINDOW, read_result, run_arm
 from turbo_process.runner import engine_variables, exit_when_told, side_by_side
 from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, build_cases
 from turbo_quality.metrics import common_prefix, compare, score_tasks
@@ -49,7 +49,7 @@ PARTS = ROOT / "scripts" / "turbo_quality"
 CHILD = PARTS / "child.py"
 PICTURES = PARTS / "pictures.py"
 # Options of an arm, in the order of its flags.
-OPTIONS = ("stored", WINDOW, "skip-windows", "all")
+OPTIONS = ("stored", WINDOW, "skip-windows", ALL_LAYERS)
 CPU_ARMS = ("auto", "auto:48", "turbo4", "k4v3", "turbo3")
 GPU_ARMS = (
     "auto", "auto:512", "fp8", "int4_per_token_head",

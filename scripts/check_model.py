@@ -41,8 +41,13 @@ from common import rounded, run_facts  # noqa: E402
 from quickstart import is_right  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from turbo_check.advice import advise, layers_to_skip, ran  # noqa: E402
-from turbo_check.args import build_parser, check_early, complete  # noqa: E402
-from turbo_check.arms import REFERENCE, Arm, arm_of, arms_of, engine_args  # noqa: E402
+from turbo_check.args import (  # noqa: E402
+    REFERENCE,
+    build_parser,
+    check_early,
+    complete,
+)
+from turbo_check.arms import Arm, arm_of, arms_of, engine_args  # noqa: E402
 from turbo_check.cases import build_cases  # noqa: E402
 from turbo_check.cures import with_cure  # noqa: E402
 from turbo_check.metrics import (  # noqa: E402

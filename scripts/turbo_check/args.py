@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from env import has_gpu
-from turbo_process.arm import NO_WINDOW, TURBO_DTYPES
+from turbo_process.arm import ALL_LAYERS, NO_WINDOW, TURBO_DTYPES
 from turbo_quality.cases import HELD_OUT
 
 from turbo_check.cases import MIN_CONTEXT, Plan
@@ -19,8 +19,7 @@ from turbo_check.jobs import share_memory
 from turbo_check.needs import check_folder, check_tokenizer
 
 DTYPES = (*TURBO_DTYPES, "fp8")
-# The option of a turboquant preset that leaves no layer in bf16.
-ALL_LAYERS = "all"
+REFERENCE = "auto"
 MAX_CONTEXT = 8192
 LAYERS = 3
 # Half of the shortest context.
@@ -51,7 +50,7 @@ def check_arm(name: str) -> None:
     elif dtype.startswith("turboquant_"):
         is_known = option == ALL_LAYERS
     else:
-        is_known = dtype == "auto" and option.isdigit() and int(option) > 0
+        is_known = dtype == REFERENCE and option.isdigit() and int(option) > 0
     if not is_known:
         raise ValueError(
             f"{name} is no arm: there are turbo4:{NO_WINDOW} (and {NO_WINDOW} of "
@@ -133,6 +132,10 @@ def check_early(args: argparse.Namespace) -> None:
         )
     for name in args.kv_cache_dtype:
         check_arm(name)
+        if args.gsm8k is not None and name.endswith(f":{ALL_LAYERS}"):
+            raise ValueError(
+                f"--gsm8k serves vLLM as it is, and so not {name}: leave out one"
+            )
     check_folder(args.model)
     if "tokenizer" not in args.engine_args:
         check_tokenizer(args.model)
@@ -180,7 +183,7 @@ def read_model(args: argparse.Namespace) -> Any:
     # A quantised checkpoint's scheme decides the dtype of auto, which may be FP8.
     own = str(config.dtype).removeprefix("torch.")
     is_plain = getattr(config.hf_config, "quantization_config", None) is None
-    args.unquantised = "auto" if is_plain or own not in KV_CACHE_DTYPES else own
+    args.unquantised = REFERENCE if is_plain or own not in KV_CACHE_DTYPES else own
     return config
 
 

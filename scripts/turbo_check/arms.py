@@ -6,14 +6,13 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turbo_process.arm import NO_WINDOW
+from turbo_process.arm import ALL_LAYERS, NO_WINDOW
 from turbo_quality.cases import HEAD
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
-from turbo_check.args import ALL_LAYERS, CPU_ARGS
+from turbo_check.args import CPU_ARGS, REFERENCE
 from turbo_check.jobs import MAX_NUM_SEQS
 
-REFERENCE = "auto"
 # Tokens of a prompt that a step prefills: longer prompts read the cache.
 CHUNK = 2048
 CPU_CACHE_BYTES = 256 << 20

@@ -259,6 +259,10 @@ def test_cases_without_a_chat_template():
         ([str(MODEL), "--kv-cache-dtype", "turbo4:long"], "turbo4:long is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "turbo4:all"], "turbo4:all is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "auto:0"], "auto:0 is no arm"),
+        (
+            [str(MODEL), "--gsm8k", "--kv-cache-dtype", "turboquant_4bit_nc:all"],
+            "not turboquant_4bit_nc:all: leave out",
+        ),
         ([str(MODEL), "--max-context", "9000"], "longer than the model's, 8192"),
         ([str(MODEL), "--max-context", "100"], "--max-context is 100, shorter than"),
         ([str(MODEL), "--texts", "0"], "--texts has to be positive, and is 0"),
@@ -313,18 +317,29 @@ def test_the_reference_is_not_quantised(kind: str | None, tmp_path: Path):
 
 
 def test_options_of_arms(tmp_path: Path):
-    """The engine of an arm gets its chunk, and the child what it overrides."""
+    """The engine of an arm gets its chunk, and its child is told what to override."""
+
+    class Asked(check_model.Checks):
+        def __init__(self) -> None:
+            self.args, self.scratch = args, tmp_path
+            self.cases, self.reference = SimpleNamespace(for_child=dict), arms[0]
+
+        def run_child(self, child: Path, job: dict[str, Any], folder: Path) -> None:
+            jobs.append(job)
+
+    jobs: list[dict[str, Any]] = []
     args = build_parser("").parse_args([str(MODEL), "--output", str(tmp_path / "x")])
     complete(args)
     names = ["auto", "auto:512", "turboquant_4bit_nc", "turboquant_4bit_nc:all"]
     arms = check_model.arms_of(names)
     assert [arm.name for arm in arms] == ["auto", "auto, again",
         "auto in chunks of 512", *names[2:]]  # fmt: skip
-    chunks = [
-        check_model.engine_args(arm, args)["max_num_batched_tokens"] for arm in arms
-    ]
+    for arm in arms:
+        Asked().run_arm(arm)
+    chunks = [job["engine_args"]["max_num_batched_tokens"] for job in jobs]
     assert chunks == [2048, 2048, 512, 2048, 2048]
-    assert [arm.compresses_all for arm in arms] == [False] * 4 + [True]
+    assert [job["compress_all_layers"] for job in jobs] == [False] * 4 + [True]
+    assert [job["reference"] is None for job in jobs] == [True] + [False] * 4
 
 
 @pytest.mark.parametrize(("error", "status"), [({}, 0), ({"error": "no"}, 1)])

@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers
 from attention import LabModel
+from mean_arms import Arm, arms
 from means import (
     FIRST_TOKENS,
-    Arm,
-    arms,
     build_parser,
     caches_of,
     first_means,

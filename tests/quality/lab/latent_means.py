@@ -18,7 +18,7 @@ import torch
 from latent_formats import LatentVariant, latent_variants
 from latents import MODEL, REFERENCE, LatentLab
 from measure import Comparison
-from report import kl_cell, page, setting, write_results
+from report import add_text_arguments, kl_cell, page, setting, write_results
 from windows import HELD_OUT, SEPARATOR, Vocabulary, cut
 
 PRESETS = ("turbo4", "turbo3")
@@ -114,20 +114,14 @@ def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
     )
     head = ["cache", "latents that lose their mean", "KL"]
     cells = [[row["cache"], row["arm"], kl_cell(row)] for row in rows]
-    return page("What is left without the mean of MLA's latents", about, [head, *cells])
+    return page("Loss without the mean of MLA's latents", about, [head, *cells])
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL, help="its folder")
     parser.add_argument("--text", type=Path, default=HELD_OUT, help="held-out text")
-    parser.add_argument("--texts", type=int, default=4, help="number of held-out texts")
-    parser.add_argument("--others", type=int, default=2, help="texts of the means")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
-    parser.add_argument("--first", type=int, default=512, help="positions not counted")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device)
-    parser.add_argument("--output", type=Path, required=True, help="folder")
+    add_text_arguments(parser, first=512)
     return parser
 
 

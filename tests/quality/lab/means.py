@@ -27,8 +27,9 @@ from pathlib import Path
 import torch
 from attention import Cache, LabModel, Reading
 from key_offset_model import segment_means
+from mean_arms import MAIN, SEGMENTS, Arm, arms
 from measure import compare
-from report import kl_cell, page, setting, write_results
+from report import add_text_arguments, kl_cell, page, setting, write_results
 from variants import RoundTrip, Variant, as_fp8, identity, preset
 from window_rows import rotated
 from windows import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut
@@ -36,9 +37,6 @@ from windows import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut
 PRESETS = ("turbo4", "k4v3", "turbo3")
 # The newest tokens that are seen as they are: the newest alone, and a recent window.
 WINDOWS = (1, 24)
-SEGMENTS = (64, 128, 256, 512, 1024, 2048)
-# Tokens at the start of a sequence that are left alone, or kept apart.
-FIRSTS = (1, 16, 64)
 # Tokens of random calibrations, and how many seeds each has.
 RANDOM = (64, 512, 4096)
 # Random tokens whose K and V at the start of a sequence are averaged.
@@ -66,98 +64,6 @@ class Means:
     bias: list[torch.Tensor]
     first_key: list[torch.Tensor]
     first_value: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to store K and V.
-
-    Attributes:
-        key: The part of K that is taken off: ``none``, ``exact``, ``constant``, or the
-            length of segments.
-        value: Whether V's mean is taken off.
-        first: The first token whose K has its mean taken off.
-        first_value: The first token whose V has its mean taken off.
-        own_first: The sides whose first token has a mean of its own taken off.
-        kept: Tokens at the start that are kept apart.
-        kept_bits: Bits of a coordinate of these: 32, or 8 as in a recent window.
-        kept_sides: The sides that are kept so, ``K``, ``V`` or ``KV``.
-        source: The tokens that the means are of.
-
-    """
-
-    key: str = "none"
-    value: bool = False
-    first: int = 16
-    first_value: int = 16
-    own_first: str = ""
-    kept: int = 0
-    kept_bits: int = 32
-    kept_sides: str = "KV"
-    source: str = "text"
-
-    @property
-    def name(self) -> str:
-        of_key = f"segments of {self.key}" if self.key.isdigit() else self.key
-        sides = [] if self.key == "none" else [f"K ({of_key})"]
-        sides += ["V"] if self.value else []
-        words = [" and ".join(sides) or "nothing"]
-        if self.first != 16:
-            words.append(f"K's from token {self.first} on")
-        if self.first_value != 16:
-            words.append(f"V's from token {self.first_value} on")
-        if self.own_first:
-            words.append(f"{self.own_first} of the first token by its own mean")
-        if self.kept:
-            form = "exact" if self.kept_bits == 32 else f"in {self.kept_bits} bits"
-            sides_kept = "" if self.kept_sides == "KV" else f" of {self.kept_sides}"
-            words.append(f"the first {self.kept}{sides_kept} {form}")
-        if self.source != "text":
-            words.append(f"means of {self.source}")
-        return ", ".join(words)
-
-
-KEY = Arm("2048")
-BOTH = replace(KEY, value=True)
-
-
-def kept_apart(arm: Arm, count: int, bits: int = 8) -> Arm:
-    """An arm with the first tokens kept apart."""
-    return replace(arm, first=count, first_value=count, kept=count, kept_bits=bits)
-
-
-# The arms that decide.
-MAIN = [
-    *(Arm(), KEY, Arm("exact"), Arm(value=True), BOTH),
-    *(kept_apart(each, count) for each, count in product((KEY, BOTH), FIRSTS)),
-    Arm(kept=64, kept_bits=8),
-    *(
-        Arm(segment, first=1, first_value=1, own_first=sides)
-        for segment, sides in product(("256", KEY.key), ("K", "V", "KV"))
-    ),
-]
-
-
-def arms(sources: list[str]) -> Iterator[Arm]:
-    """Every arm; ``text`` is in ``sources``."""
-    yield from MAIN
-    yield from (Arm(str(x)) for x in SEGMENTS if str(x) != KEY.key)
-    yield Arm("constant")
-    yield replace(BOTH, first=0, first_value=0)
-    for first in FIRSTS:
-        if first != KEY.first:
-            yield replace(KEY, first=first)
-            yield replace(BOTH, first=first, first_value=first)
-        yield replace(BOTH, first=first, first_value=0)
-        yield kept_apart(KEY, first, bits=32)
-        yield kept_apart(BOTH, first, bits=32)
-    yield Arm(kept=16)
-    for side in "KV":
-        yield replace(kept_apart(KEY, 64), kept_sides=side)
-    for source in sources:
-        if source != "text":
-            yield replace(KEY, source=source)
-            yield replace(BOTH, source=source)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +140,7 @@ def first_means(lab: LabModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [x.mean((0, 2)) for x in keys], [x.mean((0, 2)) for x in values]
 
 
-def turned(
+def at_positions(
     vectors: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
 ) -> list[torch.Tensor]:
     """Vectors of (H, D) at each position, (H, T, D)."""
@@ -255,13 +161,13 @@ def key_tables(
         sin: Likewise.
 
     """
-    biases = segment_means(turned(means.bias, cos, sin))
+    biases = segment_means(at_positions(means.bias, cos, sin))
     if arm.key == "none":
         return biases
     if arm.key == "constant":
         tables = [x[:, None].repeat(1, cos.shape[0], 1) for x in means.turned]
     else:
-        tables = turned(means.key, cos, sin)
+        tables = at_positions(means.key, cos, sin)
         if arm.key != "exact":
             tables = segment_means(tables, int(arm.key))
     for table, bias in zip(tables, biases):
@@ -437,7 +343,7 @@ def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
         [row["cache"], row["arm"], *(kl_cell(row[str(w)]) for w in WINDOWS)]
         for row in rows
     ]
-    return page("What is left without the means of K and V", about, [head, *cells])
+    return page("Loss without the means of K and V", about, [head, *cells])
 
 
 def named_file(text: str) -> tuple[str, Path]:
@@ -455,10 +361,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         help="file; needed unless the model is one of the project's",
     )
-    parser.add_argument("--texts", type=int, default=4, help="number of held-out texts")
-    parser.add_argument("--others", type=int, default=2, help="texts of the means")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
-    parser.add_argument("--first", type=int, default=256, help="positions not counted")
+    add_text_arguments(parser, first=256)
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="no text begins later"
     )
@@ -472,9 +375,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME=FILE",
         help="other means",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device)
-    parser.add_argument("--output", type=Path, required=True, help="folder")
     return parser
 
 

@@ -28,6 +28,23 @@ def page(title: str, about: str, rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([f"# {title}", "", about, "", *table(rows)]) + "\n"
 
 
+def add_text_arguments(parser: argparse.ArgumentParser, first: int) -> None:
+    """Adds the texts of a programme that measures means, its device and its output.
+
+    Args:
+        parser: The programme's.
+        first: The default of ``--first``.
+
+    """
+    add = parser.add_argument
+    add("--texts", type=int, default=4, help="number of held-out texts")
+    add("--others", type=int, default=2, help="texts of the means")
+    add("--length", type=int, default=2048, help="tokens of a text")
+    add("--first", type=int, default=first, help="positions not counted")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--output", type=Path, required=True, help="folder")
+
+
 def setting(args: argparse.Namespace) -> dict[str, object]:
     """The machine, the model and the text of a run, by which it can be repeated."""
     on_gpu = torch.device(args.device).type == "cuda"
