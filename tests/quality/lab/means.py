@@ -19,7 +19,7 @@ texts.py writes texts of several kinds.
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -353,8 +353,9 @@ def named_file(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def build_text_parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of programmes that measure ``Texts``."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL, help="folder")
     parser.add_argument(
         "--text",
@@ -365,6 +366,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="no text begins later"
     )
+    return parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_text_parser(__doc__)
     parser.add_argument("--main", action="store_true", help="the arms that decide")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["turbo4"])
     parser.add_argument(
@@ -378,12 +384,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = build_parser().parse_args()
-    rows = measure(args)
+def write(
+    name: str,
+    args: argparse.Namespace,
+    rows: list[dict],
+    table: Callable[[argparse.Namespace, list[dict]], str],
+) -> None:
+    """Write a programme's figures, with their setting, and its table."""
     args.text = args.text or HELD_OUT
     figures = {"setting": setting(args), "rows": rows}
-    write_results(args.output, "means", figures, markdown(args, rows))
+    write_results(args.output, name, figures, table(args, rows))
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    write("means", args, measure(args), markdown)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 """The loss of values of two bits, beside the caches of about the same bytes.
 
 Writes two_bits.json, with all figures, and two_bits.md. A value has the format's
-trellis of four states with eight levels, and a scale for each 16 coordinates. K3V2 then
-takes 88 bytes a token and KV head of 128 coordinates, and K4V2 takes turbo3's 104. They
+trellis of four states with eight levels, and a scale for each 16 coordinates. k3v2 then
+takes 88 bytes a token and KV head of 128 coordinates, and k4v2 takes turbo3's 104. They
 are measured like the means of K (means.py), as they are and without K's mean, averaged
 over segments of 256 positions, with the first token's own mean. The presets of vLLM
 keep four layers in bf16, as shipped, and their tokens are all seen as stored.
@@ -18,25 +18,31 @@ import argparse
 import sys
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 from attention import Cache, LabModel, Reading
 from blockcodes import codebook_round_trip, trellis_codebook
 from mean_arms import Arm
-from means import WINDOWS, Texts, caches_of, means_of, until
+from means import (
+    PRESETS,
+    WINDOWS,
+    Texts,
+    build_text_parser,
+    caches_of,
+    means_of,
+    until,
+    write,
+)
 from measure import compare
-from report import add_text_arguments, kl_cell, page, setting, write_results
+from report import kl_cell, page
 from upstream import boundary_layers
 from variants import Variant, as_bfloat16, as_fp8, preset, upstream_preset
-from windows import HELD_OUT, MODEL
 
 from vllm.v1.attention.ops.turbo import reference
 
 VALUE_BITS = 2
 # The preset that a cache with values of two bits has its keys and their bytes from.
 KEYS = {"k4v2": "k4v3", "k3v2": "turbo3"}
-PRESETS = ("turbo4", "k4v3", "turbo3")
 UPSTREAM = ("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 ARMS = (Arm(), Arm("256", first=1, own_first="K"))
 
@@ -115,27 +121,9 @@ def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
     return page("Loss of values of two bits", about, [head, *cells])
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder")
-    parser.add_argument(
-        "--text",
-        type=Path,
-        help="file; needed unless the model is one of the project's",
-    )
-    add_text_arguments(parser, first=256)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="no text begins later"
-    )
-    return parser
-
-
 def main() -> None:
-    args = build_parser().parse_args()
-    rows = measure(args)
-    args.text = args.text or HELD_OUT
-    figures = {"setting": setting(args), "rows": rows}
-    write_results(args.output, "two_bits", figures, markdown(args, rows))
+    args = build_text_parser(__doc__).parse_args()
+    write("two_bits", args, measure(args), markdown)
 
 
 if __name__ == "__main__":
