@@ -238,10 +238,10 @@ class KeyStatistics:
         if table is None or attn_metadata is None:
             return key
         # A vLLM with the table has this module.
-        from vllm.v1.attention.ops.turbo.reference import offset_segments
+        from vllm.v1.attention.ops.turbo.reference import offsets_of
 
         offset = attn_metadata.key_offset(table)
-        return key.float() - table[offset_segments(offset, len(key))]
+        return key.float() - offsets_of(offset, len(key))
 
     def result(self) -> dict[str, Any]:
         """Returns lists of one number per KV head.

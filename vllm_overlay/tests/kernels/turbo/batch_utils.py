@@ -276,8 +276,8 @@ class Batch:
             key, value = load_context(self.cache, table, length, impl.runner.layout)
             part_of_key = None
             if offset is not None:
-                segments = torch.arange(length) // interface.OFFSET_SEGMENT
-                shift = (offset - without)[segments.clamp(max=len(offset) - 1)]
+                rows = interface.offset_rows(torch.arange(length), offset)
+                shift = (offset - without)[rows]
                 part_of_key = nn.functional.pad(
                     shift, (0, 0, 0, 0, 0, context + num_queries - length)
                 )

@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     RawTokens,
     RotatedQuery,
     Scoring,
+    offset_rows,
 )
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -38,7 +39,6 @@ from .utils import (
     DEVICE,
     FP16,
     INVALID_BLOCK,
-    SEGMENT,
     fill_cache,
     gaussian,
     load_context,
@@ -94,12 +94,6 @@ def directions(*shape: int, seed: int) -> torch.Tensor:
     return nn.functional.normalize(gaussian(*shape, seed=seed), dim=-1)
 
 
-def segments_of(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The segment of each index of a token; padding, with index -1, has segment 0."""
-    segments = indices.clamp(min=0) // SEGMENT
-    return segments.clamp(max=offsets.shape[0] - 1)
-
-
 class Features(NamedTuple):
     """Features of a layer, for which ``Sequences`` makes queries, keys and sinks.
 
@@ -108,7 +102,7 @@ class Features(NamedTuple):
         soft_cap: A key of ``CAPS``; None: scores have no cap.
         sinks: dtype of sinks; None: there are none.
         offset: A key of ``OFFSETS``; None: nothing is taken off K.
-        num_offsets: Number of segments that have an offset of their own.
+        num_offsets: Rows of the offset's table: the first token's, and segments'.
         dtype: The model's dtype.
 
     """
@@ -117,7 +111,7 @@ class Features(NamedTuple):
     soft_cap: float | None = None
     sinks: torch.dtype | None = None
     offset: str | None = None
-    num_offsets: int = 3
+    num_offsets: int = 4
     dtype: torch.dtype = FP16
 
 
@@ -236,7 +230,7 @@ class Sequences:
         for start, end, length in zip(self.starts, self.starts[1:], self.seq_lens):
             key = self.key[start:end]
             indices = torch.arange(length - len(key), length, device=DEVICE)
-            key.copy_((key.float() + table[segments_of(indices, table)]).to(self.dtype))
+            key.copy_((key.float() + table[offset_rows(indices, table)]).to(self.dtype))
 
     def slide(self, window: int) -> None:
         """Have kernels see a window only.
@@ -342,7 +336,7 @@ class Sequences:
         options = {"sliding_window": scoring.sliding_window, "sinks": scoring.sinks}
         if scoring.key_offset is not None:
             indices = torch.arange(length, device=DEVICE)
-            offset = scoring.key_offset[segments_of(indices, scoring.key_offset)]
+            offset = scoring.key_offset[offset_rows(indices, scoring.key_offset)]
             offset[length - num_raw :] = 0
             parts = split_keys(kernel.rounded(query), query, key, num_raw, offset)
             assert_by_rounded_weights(output, *parts, value, *where, **options)

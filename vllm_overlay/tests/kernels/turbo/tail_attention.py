@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     OffsetScores,
     Partials,
     RawTokens,
+    offset_rows,
 )
 from vllm.v1.attention.ops.turbo.reference.attention import paged_attention
 
@@ -30,7 +31,7 @@ from .attention_utils import (
 from .kernel_under_test import Kernel
 from .kernels.store_checks import CUDA
 from .kernels.tails import SMALL_LAYOUTS, STORES, GrowingSequences
-from .sequences import ints, layout_id, segments_of
+from .sequences import ints, layout_id
 from .utils import DEVICE, INVALID_BLOCK, load_context
 
 # The reference is tested beside the kernels.
@@ -171,7 +172,7 @@ class AttendingSequences(GrowingSequences):
         taken_off = torch.zeros_like(key)
         if self.offset is not None:
             indices = torch.arange(first_raw, device=DEVICE)
-            offsets = self.offset[segments_of(indices, self.offset)]
+            offsets = self.offset[offset_rows(indices, self.offset)]
             key = key + offsets
             taken_off[:num_packed] = offsets[:num_packed]
         raw = self.key[part].float()

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import store as cuda_store
 from vllm.v1.attention.ops.turbo.cuda.store import StoreTuning
-from vllm.v1.attention.ops.turbo.interface import KeyOffset, StoreCall
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, StoreCall, offset_rows
 
 from ..attention_kernels import KERNELS, kernels, without
 from ..sequences import (
@@ -25,7 +25,6 @@ from ..sequences import (
     directions,
     ints,
     layout_id,
-    segments_of,
 )
 from ..utils import (
     BF16,
@@ -66,7 +65,7 @@ def test_store(layout, dtype, parts, num_seqs):
         torch.arange(end - count, end) for end, count in zip(seq_lens, lens)
     ]
     indices = torch.cat([*parts_of_index, torch.zeros(3, dtype=torch.long)]).to(DEVICE)
-    of_tokens = offsets[segments_of(indices, offsets)]
+    of_tokens = offsets[offset_rows(indices, offsets)]
     shape = (num_tokens, NUM_KV_HEADS, layout.head_size)
     key = (gaussian(*shape, seed=6) + of_tokens).to(dtype)
     value = gaussian(*shape, dtype=dtype, seed=7)

@@ -73,8 +73,8 @@ def batch_with_offset(impl, requests: list[tuple[int, int]]) -> Batch:
     batch = Batch.make(impl, requests)
     places = [context + i for queries, context in requests for i in range(queries)]
     table = impl.runner.scoring.key_offset
-    segments = (torch.tensor(places) // SEGMENT).clamp(max=len(table) - 1)
-    batch.key[: len(places)] += table[segments].to(batch.key.dtype)
+    rows = interface.offset_rows(torch.tensor(places), table)
+    batch.key[: len(places)] += table[rows].to(batch.key.dtype)
     return batch
 
 
@@ -165,16 +165,19 @@ def test_a_cache_that_is_updated_alone_has_the_same_bytes(folder):
     assert torch.equal(updated.cache, batch.cache)
 
 
-def test_each_token_has_its_segments_offset():
-    """Each token finds its segment, beside empty requests and padding."""
-    table = torch.arange(3.0).view(3, 1, 1)
+def test_each_token_has_the_offset_of_its_place():
+    """Each token finds its row, beside empty requests and padding."""
+    table = torch.arange(4.0).view(4, 1, 1)
     # Sequences 0, 2, 3 and 5 have tokens.
     starts = torch.tensor([0, 2, 2, 5, 6, 6, 9], dtype=torch.int32)
     ends = [SEGMENT + 1, 7, 3, 5 * SEGMENT, 1, 2 * SEGMENT + 1]
     offset = interface.KeyOffset(table, torch.tensor(ends, dtype=torch.int32), starts)
-    found = reference.offset_segments(offset, 11)
-    assert found.tolist()[:9] == [0, 1, 0, 0, 0, 2, 1, 1, 2]
-    assert found.min() >= 0 and found.max() < 3
+    found = reference.offsets_of(offset, 11).flatten()
+    assert found.tolist()[:9] == [1, 2, 1, 1, 1, 3, 2, 2, 3]
+    assert (
+        reference.offsets_of(offset._replace(seq_lens=offset.seq_lens - 2), 11)[5] == 3
+    )
+    assert found.min() >= 0 and found.max() < 4
 
 
 def test_requests_are_cut_where_segments_end():
@@ -242,13 +245,17 @@ def make_rope(folder, name: str, dtype: torch.dtype = torch.float32):
 
 
 def mean_of_keys(rope: nn.Module, bias: torch.Tensor, segment: int) -> torch.Tensor:
-    """The mean of a segment's rotated bias, (H, D) fp32, by RoPE at each position."""
+    """The mean of a segment's rotated bias, (H, D) fp32, by RoPE at each position.
+
+    Segment -1 is the first token.
+    """
     total = torch.zeros_like(bias, dtype=torch.float64)
-    for position in range(segment * SEGMENT, (segment + 1) * SEGMENT):
+    places = range(segment * SEGMENT, (segment + 1) * SEGMENT) if segment >= 0 else [0]
+    for position in places:
         key = bias.flatten()[None].clone()
         positions = torch.tensor([position])
         total += rope.forward_native(positions, key.clone(), key)[1].view_as(bias)
-    return (total / SEGMENT).float()
+    return (total / len(places)).float()
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -256,13 +263,13 @@ def test_the_offset_is_the_mean_of_the_rotated_bias(folder, name):
     bias = 30 * gaussian(NUM_KV_HEADS, HEAD_SIZE, seed=3).cpu()
     rope = make_rope(folder, name)
     found = mean_rotated(bias, mean_rotary(rope))
-    assert len(found) == -(-rope.cos_sin_cache.shape[0] // SEGMENT)
-    for segment in (0, 1, 7):
+    assert len(found) == -(-rope.cos_sin_cache.shape[0] // SEGMENT) + 1
+    for segment in (-1, 0, 1, 7):
         expected = mean_of_keys(make_rope(folder, name), bias, segment)
-        assert (found[segment] - expected).abs().max() < 1e-4 * bias.abs().max()
+        assert (found[segment + 1] - expected).abs().max() < 1e-4 * bias.abs().max()
     # Fast pairs turn several times, slow ones hardly move.
-    assert not torch.allclose(found[0], bias, atol=1.0)
-    assert not torch.allclose(found[0], found[7], atol=1.0)
+    assert not torch.allclose(found[1], bias, atol=1.0)
+    assert not torch.allclose(found[1], found[8], atol=1.0)
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -76,8 +76,8 @@ def check_chunks(impl: TurboAttentionImpl, batch: Batch, output: torch.Tensor) -
         table = runner.scoring.key_offset
         if table is not None:
             # A chunk is a sequence of its own for the layer.
-            segments = torch.arange(length) % CHUNK // interface.OFFSET_SEGMENT
-            shift = table[segments.clamp(max=len(table) - 1)].to(key)
+            places = torch.arange(length) % CHUNK
+            shift = table[interface.offset_rows(places, table)].to(key)
         key += shift
         if not runner.stored:
             key[context:], value[context:] = batch.key[own], batch.value[own]

@@ -17,7 +17,7 @@ CUDA, TRITON, TORCH = "CUDA", "Triton", "PyTorch"
 LOG2_E = 1.4426950408889634
 # The most splits of a sequence; it bounds the number of partial results.
 MAX_KV_SPLITS = 64
-# Tokens of a sequence that share an offset of K: see ``keys.offset``.
+# Positions of a sequence that share an offset of K: see ``KeyOffset``.
 OFFSET_SEGMENT = 2048
 
 
@@ -232,7 +232,8 @@ class KeyOffset(NamedTuple):
     """The offset that the store takes off K, by a token's position in its sequence.
 
     Attributes:
-        table: (G, H, D) fp32, contiguous. Row g is for the ``OFFSET_SEGMENT`` tokens
+        table: (G, H, D) fp32, contiguous. Row 0 is for the first token, an attention
+            sink. Row g + 1 is for the other tokens of the ``OFFSET_SEGMENT`` positions
             from g * ``OFFSET_SEGMENT`` on. The last row is also for all later tokens.
         seq_lens: (R,) int32 lengths of the step's sequences, query tokens included.
         query_start_loc: (R + 1,) int32, where their tokens begin among the call's.
@@ -243,6 +244,18 @@ class KeyOffset(NamedTuple):
     table: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
+
+
+def offset_rows(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of ``KeyOffset.table`` that tokens have.
+
+    Args:
+        positions: Positions in their sequences, integers of any shape.
+        table: (G, H, D).
+
+    """
+    rows = positions // OFFSET_SEGMENT + (positions > 0)
+    return rows.clamp(0, table.shape[0] - 1)
 
 
 class OffsetScores(NamedTuple):

@@ -5,8 +5,9 @@
 For any vector m, q.k = q.(k - m) + q.m. The cache stores k - m, and q.m is added back
 to the scores of cached keys, in fp32 and with the query as computed. So m affects only
 quality, and may differ between tokens. It is the mean of the rotated bias over segments
-of a sequence. A bias is in coordinates that turn slowly, so the mean has most of it,
-and codes are left for the differences between keys.
+of a sequence, and the first token has a row of its own. A bias is in coordinates that
+turn slowly, so the mean has most of it, and codes are left for the differences between
+keys.
 
 m depends on the checkpoint's bias, on RoPE and on ``VERSION``, but not on lengths,
 ranks, dtypes or devices. Equal checkpoints give equal bytes.
@@ -29,7 +30,7 @@ from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope impo
 from vllm.v1.attention.ops.turbo import interface
 
 # The version of the rule below: a new rule changes the bytes of models with a bias.
-VERSION = 2
+VERSION = 3
 # The buffer of an attention layer. Sleeping engines keep buffers, and no other tensor.
 BUFFER = "turbo_key_offset"
 # Flags by which configurations say that projections of attention have a bias. Qwen2's
@@ -68,6 +69,11 @@ class UnknownRotation(Exception):
     """RoPE rotates K of a layer in an unknown way, so the layer can have no offset."""
 
 
+def _in_rows(places: torch.Tensor) -> list[torch.Tensor]:
+    """Positions by rows of a table: the first, and all of each segment."""
+    return [places[:1], *places.split(interface.OFFSET_SEGMENT)]
+
+
 class TransformersRotary:
     """The average rotation of segments by RoPE in Transformers' modeling code.
 
@@ -93,7 +99,7 @@ class TransformersRotary:
         scaled = rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0)
         count = max(own.max_seq_len_cached, int(scaled))
         means = []
-        for places in torch.arange(count, device="cpu").split(interface.OFFSET_SEGMENT):
+        for places in _in_rows(torch.arange(count, device="cpu")):
             tables = own(torch.empty(1, device="cpu"), places[None])
             if any(table.shape[:-1] != (1, len(places)) for table in tables):
                 raise UnknownRotation(name)
@@ -144,7 +150,7 @@ def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
 
 
 def mean_rotary(rotary: nn.Module) -> Rotary:
-    """A copy on the CPU whose position g rotates like the average of segment g.
+    """A copy on the CPU whose position g rotates like the average of row g's tokens.
 
     Its cosines and sines are means over the segment's positions, because a rotation is
     linear in them. They are computed again in fp32: the layer's own are rounded to the
@@ -175,8 +181,8 @@ def mean_rotary(rotary: nn.Module) -> Rotary:
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
             raise UnknownRotation(type(rotary).__name__) from e
     # Segment by segment, because a table of a million positions has 0.5 GB in fp32.
-    segments = table.split(interface.OFFSET_SEGMENT)
-    means.cos_sin_cache = torch.stack([x.double().mean(0) for x in segments]).float()
+    rows = [x.double().mean(0) for x in _in_rows(table)]
+    means.cos_sin_cache = torch.stack(rows).float()
     if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
         means.long_short_cos_sin_cache, means.use_long_rope = means.cos_sin_cache, False
     return means
@@ -197,14 +203,15 @@ def _table_in_use(rotary: Phi3LongRoPEScaledRotaryEmbedding) -> torch.Tensor:
 
 @torch.no_grad()
 def mean_rotated(bias: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """The mean of a rotated bias over each segment of the positions.
+    """The mean of a rotated bias over the positions of each row: see ``KeyOffset``.
 
     Args:
         bias: (H, D), of any dtype, on any device.
         rotary: The rotation of K, from ``mean_rotary``; None for none.
 
     Returns:
-        (G, H, D) fp32 on the CPU, for as many segments as RoPE has positions.
+        (G, H, D) fp32 on the CPU, for as many segments as RoPE has positions; (1, H, D)
+        without RoPE.
 
     """
     bias = bias.detach().to("cpu", torch.float32)
@@ -235,6 +242,9 @@ def lag_until(table: torch.Tensor, longest: float) -> int | None:
         Tokens, a multiple of a segment; None for any lag.
 
     """
+    table = table[1:]
+    if len(table) == 0:
+        return None
     # Two means differ by at most twice the longest of them.
     if 2 * table.norm(dim=-1).max() <= longest:
         return None

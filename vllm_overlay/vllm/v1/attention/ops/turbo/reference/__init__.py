@@ -5,7 +5,7 @@
 from vllm.v1.attention.ops.turbo.reference.attention import attention
 from vllm.v1.attention.ops.turbo.reference.cache import (
     load,
-    offset_segments,
+    offsets_of,
     store,
     tile_addresses,
 )
@@ -21,7 +21,7 @@ __all__ = [
     "forward",
     "inverse_rotate",
     "load",
-    "offset_segments",
+    "offsets_of",
     "rotate",
     "round_query",
     "store",

@@ -138,9 +138,8 @@ def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> Non
             tail_rows = load_tail(tail, row, positions[num_packed:])
             keys, values = map(torch.cat, zip((keys, values), tail_rows))
         if scoring.key_offset is not None:
-            segments = positions // interface.OFFSET_SEGMENT
-            segments = segments.clamp(max=scoring.key_offset.shape[0] - 1)
-            keys = keys + scoring.key_offset[segments]
+            own = interface.offset_rows(positions, scoring.key_offset)
+            keys = keys + scoring.key_offset[own]
         if raw is not None:
             keys = torch.cat([keys, raw.key[tokens].float()])
             values = torch.cat([values, raw.value[tokens].float()])

@@ -105,14 +105,14 @@ def without_offset(key: torch.Tensor, key_offset: torch.Tensor) -> torch.Tensor:
     return (key.float() - key_offset).to(key.dtype)
 
 
-def offset_segments(offset: KeyOffset, num_tokens: int) -> torch.Tensor:
-    """The segment of each of a call's tokens, (T,) int64."""
+def offsets_of(offset: KeyOffset, num_tokens: int) -> torch.Tensor:
+    """The offset of each of a call's tokens, (T, H, D) fp32."""
     starts = offset.query_start_loc
     tokens = torch.arange(num_tokens, device=starts.device)
     rows = torch.searchsorted(starts, tokens, right=True, out_int32=True) - 1
     rows = rows.clamp(0, starts.shape[0] - 2)
     places = offset.seq_lens[rows] - (starts[rows + 1] - tokens)
-    return (places // interface.OFFSET_SEGMENT).clamp(0, offset.table.shape[0] - 1)
+    return offset.table[interface.offset_rows(places, offset.table)]
 
 
 def store(call: StoreCall) -> None:
@@ -127,8 +127,8 @@ def store(call: StoreCall) -> None:
     kv_cache, slot_mapping, key, value, layout = call[:5]
     key_offset = call.key_offset
     if key_offset is not None:
-        segments = offset_segments(key_offset, slot_mapping.shape[0])
-        key = without_offset(key[: len(segments)], key_offset.table[segments])
+        offsets = offsets_of(key_offset, slot_mapping.shape[0])
+        key = without_offset(key[: len(offsets)], offsets)
     region = _region(kv_cache)
     block_size = kv_cache.shape[2]
     num_tokens = slot_mapping.shape[0]

@@ -139,9 +139,8 @@ def update_tail(
         positions, tokens = positions[stored], tokens[stored]
         keys = key[tokens].float()
         if key_offset is not None:
-            segments = positions // interface.OFFSET_SEGMENT
-            segments = segments.clamp(max=key_offset.table.shape[0] - 1)
-            keys = keys - key_offset.table[segments]
+            own = interface.offset_rows(positions, key_offset.table)
+            keys = keys - key_offset.table[own]
         packed = key_codes(kv_cache, table, positions, layout)
         _write(rows, positions, keys, value[tokens], packed)
 

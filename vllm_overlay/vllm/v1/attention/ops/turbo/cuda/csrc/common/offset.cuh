@@ -17,10 +17,10 @@ namespace turbo {
 
 constexpr int kOffsetTiles = OFFSET_SEGMENT / TILE_TOKENS;
 
-// The index of a tile's offset.
+// The row of a tile's offset, also for the first tile: see first_token_gain.
 __device__ __forceinline__ int offset_of_tile(const AttentionParams& p,
                                               int tile) {
-  return min(tile / kOffsetTiles, p.num_offsets - 1);
+  return min(tile / kOffsetTiles + 1, p.num_offsets - 1);
 }
 
 // The part of a column's scores that cached keys lack. The four neighbouring
@@ -60,6 +60,18 @@ __device__ __noinline__ float offset_score(const AttentionParams& p, int seq,
   for (int mask = 1; mask < kColumnLanes; mask *= 2)
     score += __shfl_xor_sync(~0u, score, mask);
   return p.offset_factor * score;
+}
+
+// By how much the score of the first token lacks more than those of the other
+// tokens of its tile, because its offset is row 0. It is called like
+// offset_score, for a tile 0, and added to the score of that tile's token 0.
+__device__ __noinline__ float first_token_gain(const AttentionParams& p,
+                                               int seq, int kv_head, int row,
+                                               int lane) {
+  const int of_others = offset_of_tile(p, 0);
+  if (of_others == 0) return 0.0f;
+  return offset_score(p, seq, kv_head, 0, row, lane) -
+         offset_score(p, seq, kv_head, of_others, row, lane);
 }
 
 }  // namespace turbo

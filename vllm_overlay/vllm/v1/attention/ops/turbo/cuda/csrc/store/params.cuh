@@ -142,7 +142,9 @@ __device__ __forceinline__ const float* offset_of(const KernelParams& params,
                                                   const Position& position,
                                                   int kv_head) {
   const int offset =
-      min(max(position.index, 0) / OFFSET_SEGMENT, params.num_offsets - 1);
+      position.index <= 0
+          ? 0
+          : min(position.index / OFFSET_SEGMENT + 1, params.num_offsets - 1);
   return params.key_offset +
          (int64_t(offset) * params.num_kv_heads + kv_head) * HEAD_SIZE;
 }
