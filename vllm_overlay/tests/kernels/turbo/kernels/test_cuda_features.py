@@ -39,14 +39,13 @@ from ..sequences import (
     NUM_KV_HEADS,
     OFFSETS,
     PLAIN,
-    SEGMENT,
     SOME_LAYOUTS,
     Features,
     Sequences,
     directions,
     raw_or_stored,
 )
-from ..utils import BF16, DEVICE, FP16, gaussian, requires_cuda
+from ..utils import BF16, DEVICE, FP16, SEGMENT, gaussian, requires_cuda
 
 pytestmark = requires_cuda
 

@@ -18,7 +18,6 @@ from ..attention_kernels import KERNELS, kernels, without
 from ..sequences import (
     LAYOUT,
     NUM_KV_HEADS,
-    SEGMENT,
     SOME_LAYOUTS,
     Features,
     Sequences,
@@ -29,6 +28,7 @@ from ..sequences import (
 from ..utils import (
     BF16,
     DEVICE,
+    SEGMENT,
     gaussian,
     layer_caches,
     model_dtypes,

@@ -10,6 +10,8 @@
 // change where m changes. In the end they are made relative to whole scores.
 #pragma once
 
+#include <climits>
+
 #include "common/attention_params.cuh"
 #include "common/vectors.cuh"
 
@@ -23,15 +25,29 @@ __device__ __forceinline__ int offset_of_tile(const AttentionParams& p,
   return min(tile / kOffsetTiles + 1, p.num_offsets - 1);
 }
 
-// The part of a column's scores that cached keys lack. The four neighbouring
-// lanes of a column all get it. All lanes of a warp call this function, but
-// rarely: inlined it would take registers from the loops over tiles.
+// The first tile after `tile` that has another offset; INT_MAX for none.
+__device__ __forceinline__ int next_offset_tile(const AttentionParams& p,
+                                                int tile) {
+  const int segment = tile / kOffsetTiles;
+  return segment + 2 < p.num_offsets ? (segment + 1) * kOffsetTiles : INT_MAX;
+}
+
+// The parts of a column's scores that cached keys lack.
+struct OffsetScores {
+  float score;       // with an offset
+  float first_gain;  // with the first token's offset, less that
+};
+
+// The four neighbouring lanes of a column all get its scores. All lanes of a
+// warp call this function, but rarely: inlined it would take registers from the
+// loops over tiles.
 //
 // row: the column's index among the sequence's queries; -1 for a column without
 //   a query.
-__device__ __noinline__ float offset_score(const AttentionParams& p, int seq,
-                                           int kv_head, int offset, int row,
-                                           int lane) {
+__device__ __noinline__ OffsetScores offset_scores(const AttentionParams& p,
+                                                   int seq, int kv_head,
+                                                   int offset, int row,
+                                                   int lane) {
   constexpr int kColumnLanes = 4, kStep = kColumnLanes * kVector;
   constexpr int kInFlight = 8;
   const int num_heads = p.num_kv_heads * p.heads_per_kv;
@@ -41,10 +57,9 @@ __device__ __noinline__ float offset_score(const AttentionParams& p, int seq,
       static_cast<const uint16_t*>(p.original_query) +
       (p.first_token(seq) + place) * p.original_strides.token +
       (max(row, 0) - place * num_heads) * p.original_strides.head + first;
-  const float* m = p.key_offset +
-                   (int64_t(offset) * p.num_kv_heads + kv_head) * HEAD_SIZE +
-                   first;
-  float score = 0.0f;
+  const float* m_first = p.key_offset + kv_head * HEAD_SIZE + first;
+  const float* m = m_first + int64_t(offset) * p.num_kv_heads * HEAD_SIZE;
+  float score = 0.0f, gain = 0.0f;
   if (row >= 0) {
 #pragma unroll kInFlight
     for (int i = 0; i < HEAD_SIZE; i += kStep) {
@@ -53,25 +68,34 @@ __device__ __noinline__ float offset_score(const AttentionParams& p, int seq,
               ? load_vector(reinterpret_cast<const __nv_bfloat16*>(query + i))
               : load_vector(reinterpret_cast<const __half*>(query + i));
       const float4 y = __ldg(reinterpret_cast<const float4*>(m + i));
+      const float4 z = __ldg(reinterpret_cast<const float4*>(m_first + i));
       score += x.x * y.x + x.y * y.y + (x.z * y.z + x.w * y.w);
+      gain += x.x * (z.x - y.x) + x.y * (z.y - y.y) +
+              (x.z * (z.z - y.z) + x.w * (z.w - y.w));
     }
   }
 #pragma unroll
-  for (int mask = 1; mask < kColumnLanes; mask *= 2)
+  for (int mask = 1; mask < kColumnLanes; mask *= 2) {
     score += __shfl_xor_sync(~0u, score, mask);
-  return p.offset_factor * score;
+    gain += __shfl_xor_sync(~0u, gain, mask);
+  }
+  return {p.offset_factor * score, p.offset_factor * gain};
+}
+
+__device__ __forceinline__ float offset_score(const AttentionParams& p, int seq,
+                                              int kv_head, int offset, int row,
+                                              int lane) {
+  return offset_scores(p, seq, kv_head, offset, row, lane).score;
 }
 
 // By how much the score of the first token lacks more than those of the other
 // tokens of its tile, because its offset is row 0. It is called like
 // offset_score, for a tile 0, and added to the score of that tile's token 0.
-__device__ __noinline__ float first_token_gain(const AttentionParams& p,
-                                               int seq, int kv_head, int row,
-                                               int lane) {
-  const int of_others = offset_of_tile(p, 0);
-  if (of_others == 0) return 0.0f;
-  return offset_score(p, seq, kv_head, 0, row, lane) -
-         offset_score(p, seq, kv_head, of_others, row, lane);
+__device__ __forceinline__ float first_token_gain(const AttentionParams& p,
+                                                  int seq, int kv_head, int row,
+                                                  int lane) {
+  return offset_scores(p, seq, kv_head, offset_of_tile(p, 0), row, lane)
+      .first_gain;
 }
 
 }  // namespace turbo

@@ -49,6 +49,7 @@ struct alignas(128) DecodeShared {
   KeyScales<kPaired<kQueries>> key_scales[kWarps];
   // q.m, which is missing in the scores behind the references: see offset.cuh.
   float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
+  FirstToken first_tokens[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   SharedScores scores[kTileWarps > 1 ? kWarps / kTileWarps : 1];
 };
 
@@ -69,7 +70,10 @@ __device__ __forceinline__ void note_columns(
     const int hidden = p.with_raw ? 0 : query_len - 1 - token;
     shared.limits[warp][lane] = {p.first_seen(segment.seq, token) - end,
                                  min(segment.num_tokens - hidden - end, 0)};
-    if constexpr (KEY_OFFSET != 0) shared.missing[warp][lane] = 0.0f;
+    if constexpr (KEY_OFFSET != 0) {
+      shared.missing[warp][lane] = 0.0f;
+      shared.first_tokens[warp][lane].place = -end;
+    }
   }
   __syncwarp();
 }
@@ -92,12 +96,17 @@ __device__ __forceinline__ void change_offset(
 #pragma unroll
   for (int m = 0; m < kColumnTiles<kQueries>; ++m) {
     const int first = kColumns * m;
-    const float score = offset_score(p, segment.seq, segment.kv_head, offset,
-                                     shared.rows[warp][first + lane / 4], lane);
+    const int column = first + lane / 4;
+    const OffsetScores scores =
+        offset_scores(p, segment.seq, segment.kv_head, offset,
+                      shared.rows[warp][column], lane);
     auto* missing = reinterpret_cast<float2*>(shared.missing[warp] + first);
     const float2 before = missing[lane % 4];
     __syncwarp();
-    if (lane % 4 == 0) shared.missing[warp][first + lane / 4] = score;
+    if (lane % 4 == 0) {
+      shared.missing[warp][column] = scores.score;
+      shared.first_tokens[warp][column].gain = scores.first_gain;
+    }
     __syncwarp();
     const float2 after = missing[lane % 4];
     shift(acc[m], {before.x - after.x, before.y - after.y});
@@ -324,24 +333,25 @@ __device__ __forceinline__ void attend_segment(
 
   const KeyCodes codes(lane);
   uint32_t offset = 0;
+  int changing_tile = 0;  // the next one that changes the offset of K
   int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
                    copies.first * TILE_TOKENS;
 #pragma unroll 1
-  for (int first = 0; first < copies.count; first += TileCopies::kSteps) {
+  for (int first = 0, num_steps; first < copies.count; first += num_steps) {
     copies.load_addresses(first + 1);
-    const int num_steps = min(TileCopies::kSteps, copies.count - first);
+    num_steps = min(TileCopies::kSteps, copies.count - first);
+    if constexpr (KEY_OFFSET != 0) {
+      const int tile = copies.first + first * copies.stride;
+      if (tile >= changing_tile) {
+        change_offset(shared, acc, p, segment, offset_of_tile(p, tile), lane);
+        changing_tile = next_offset_tile(p, tile);
+        if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
+      }
+      const int last_step = (changing_tile - 1 - tile) / copies.stride;
+      num_steps = min(num_steps, last_step + 1);
+    }
 #pragma unroll 1
     for (int i = 0; i < num_steps; ++i) {
-      if constexpr (KEY_OFFSET != 0) {
-        const int tile = copies.first + (first + i) * copies.stride;
-        const int key_offset = offset_of_tile(p, tile);
-        if (first + i == 0 ||
-            key_offset != offset_of_tile(p, tile - copies.stride)) {
-          change_offset(shared, acc, p, segment, key_offset, lane);
-          if (tile < segment.first_seen_tile)
-            clear_unseen(tiles + offset, lane);
-        }
-      }
       wait_copies<0>();
       sync_tile();
       // Copy to the place of the tiles before, which have been read.
@@ -350,7 +360,8 @@ __device__ __forceinline__ void attend_segment(
         clear_missing(tiles + offset, num_tokens, lane);
       if constexpr (kAcross == 1)
         queries[0].recall(shared.queries[warp][0], lane);
-      const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp]};
+      const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp],
+                               shared.first_tokens[KEY_OFFSET ? warp : 0]};
       attend_tiles(acc, tiles + offset, shared.key_scales[warp], codes,
                    shared.scores[tile_index], queries, shared.queries[warp],
                    visible, p.soft_cap, lane);

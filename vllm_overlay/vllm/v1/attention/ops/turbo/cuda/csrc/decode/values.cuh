@@ -62,6 +62,14 @@ struct TokenLimits {
   int first, last;
 };
 
+// The sequence's first token, relative to the end of the segment's tokens, and
+// by how much a column's score of it lacks more than those of its tile: see
+// offset.cuh.
+struct FirstToken {
+  int place;
+  float gain;
+};
+
 // The visible tokens of tiles. There are num_tokens, and a column does not see
 // the last few, at most most_hidden. Nor does it see tokens before its sliding
 // window. A column has no reference until it sees a token, and so its limits
@@ -69,10 +77,11 @@ struct TokenLimits {
 struct Visible {
   int num_tokens;
   int most_hidden;
-  const TokenLimits* limits;  // per column
+  const TokenLimits* limits;       // per column
+  const FirstToken* first_tokens;  // per column, with KEY_OFFSET
 
   __device__ __forceinline__ Visible of_columns(int first) const {
-    return {num_tokens, most_hidden, limits + first};
+    return {num_tokens, most_hidden, limits + first, first_tokens + first};
   }
 };
 
@@ -130,7 +139,13 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
           TILE_TOKENS * (i / kTileScores) + 8 * half + g - visible.num_tokens;
       const bool is_seen =
           token >= limits[i % 2].first && token < limits[i % 2].last;
-      own[i] = is_seen ? own[i] * factor[i % 2] : -INFINITY;
+      own[i] *= factor[i % 2];
+      // No later number is of a pair's first token.
+      if constexpr (KEY_OFFSET != 0) {
+        if (i < 2 && token == visible.first_tokens[2 * t + i].place)
+          own[i] += visible.first_tokens[2 * t + i].gain;
+      }
+      if (!is_seen) own[i] = -INFINITY;
     }
     raise(acc, own);
 #pragma unroll

@@ -34,14 +34,15 @@ __device__ __forceinline__ void change_offset(ColumnsShared<Plan>& shared,
     const int column = 8 * n + lane / 4;
     // The query of a token that the sequence does not have may be NaN.
     const int row = shared.limits[column] > 0 ? shared.rows[column] : -1;
-    const float score =
-        offset_score(p, segment.seq, segment.kv_head, offset, row, lane);
+    const OffsetScores scores =
+        offset_scores(p, segment.seq, segment.kv_head, offset, row, lane);
     if (lane % 4 == 0) {
       float& reference = reinterpret_cast<float*>(
           &shared.scaling[own.set][column / 2])[2 + column % 2];
       float& missing = shared.missing[own.set][column];
-      if (reference != kNoReference) reference += missing - score;
-      missing = score;
+      if (reference != kNoReference) reference += missing - scores.score;
+      missing = scores.score;
+      shared.first_gains[own.set][column] = scores.first_gain;
     }
   }
   own.sync_set();
@@ -66,17 +67,18 @@ __device__ __forceinline__ void attend_segment(ColumnsShared<Plan>& shared,
   // number that it knows to be uniform again for each look-up.
   const uint32_t zero = uint32_t(own.lane) & uint32_t(p.num_splits >> 31);
   const KeyTables tables = {KEY_FIRST_LOW ^ zero, KEY_SECOND_LOW ^ zero};
-  int offset = -1, parity = 0;
+  int changing_tile = 0;  // the next one that changes the offset of K
+  int parity = 0;
 #pragma unroll 1
   for (int step = segment.first_step + own.set; step < segment.last_step;
        step += Plan::kSets, parity ^= 1) {
     const int tile = segment.first_tile + step * kStepTiles;
     if constexpr (KEY_OFFSET != 0) {
       static_assert(kOffsetTiles % kStepTiles == 0);
-      const int own_offset = offset_of_tile(p, tile);
-      if (own_offset != offset)
-        change_offset(shared, p, segment, own_offset, own);
-      offset = own_offset;
+      if (tile >= changing_tile) {
+        change_offset(shared, p, segment, offset_of_tile(p, tile), own);
+        changing_tile = next_offset_tile(p, tile);
+      }
     }
     const uint8_t* tiles = shared.tiles[own.set] + queue.take();
     LaneKeys keys;

@@ -10,6 +10,7 @@
 
 namespace turbo {
 
+// A tail with the first token has none of the second segment.
 static_assert(TAIL_MAX_ROWS <= OFFSET_SEGMENT,
               "a tail's tokens may have more than two offsets");
 
@@ -37,23 +38,28 @@ struct TailOffset {
                      row.token * p.query_strides.token +
                      row.head * p.query_strides.head + own;
     const int kv_head = unsigned(row.head) / unsigned(p.heads_per_kv);
-    const int end = p.num_offsets - 1;
-    const int segment = min(position / OFFSET_SEGMENT, end);
-    const int last_segment = min((position + count - 1) / OFFSET_SEGMENT, end);
+    const auto row_of = [&](int position) {
+      return position == 0
+                 ? 0
+                 : min(position / OFFSET_SEGMENT + 1, p.num_offsets - 1);
+    };
+    const int first_row = row_of(position);
+    const int last_row = row_of(position + count - 1);
     float sums[2] = {};
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
       const float4 q = load_vector(query + 128 * j);
       const float* m = p.key_offset + kv_head * HEAD_SIZE + own + 128 * j;
       const int64_t stride = p.num_kv_heads * HEAD_SIZE;
-      sums[0] +=
-          dot(q, __ldg(reinterpret_cast<const float4*>(m + segment * stride)));
-      sums[1] += dot(
-          q, __ldg(reinterpret_cast<const float4*>(m + last_segment * stride)));
+      sums[0] += dot(
+          q, __ldg(reinterpret_cast<const float4*>(m + first_row * stride)));
+      sums[1] +=
+          dot(q, __ldg(reinterpret_cast<const float4*>(m + last_row * stride)));
     }
     sums[0] = warp_sum<kLanes>(sums[0]);
     sums[1] = warp_sum<kLanes>(sums[1]);
-    if (lane == 0) *this = {sums[0], sums[1], last_segment * OFFSET_SEGMENT};
+    const int start = max((last_row - 1) * OFFSET_SEGMENT, 1);
+    if (lane == 0) *this = {sums[0], sums[1], start};
   }
   __device__ __forceinline__ float at(int position) const {
     return position >= last_start ? last : first;
