@@ -151,10 +151,25 @@ DEFECTS = {
     ),
     "decode-wgmma-offset": Defect(
         "decode_wgmma/segment.cuh",
-        "reference += missing - score;",
+        "reference += missing - scores.score;",
         ";",
         f"{FEATURES}offsets",
         "decode_wgmma",
+    ),
+    # The first token's score has the offset of its neighbours.
+    "decode-first": Defect(
+        "decode/values.cuh",
+        "score += visible.first_tokens[2 * t + i].gain;",
+        ";",
+        f"{FEATURES}offsets",
+        "decode and not wgmma and 2-offsets",
+    ),
+    "decode-wgmma-first": Defect(
+        "decode_wgmma/weigh.cuh",
+        "x += shared.first_gains[own.set][2 * pair + i % 2];",
+        ";",
+        f"{FEATURES}offsets",
+        "decode_wgmma and 2-offsets",
     ),
     # A query token sees one token too few, or too many.
     "decode-window": Defect(

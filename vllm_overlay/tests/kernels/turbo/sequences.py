@@ -75,9 +75,15 @@ SINKS = [float("-inf"), -20.0, 0.0, 20.0]
 # Factors of the queries by cap. A cap of 2 hardly tells scores of up to +-12 apart. A
 # cap as large as models' bends them.
 CAPS = {2.0: 3.0, 50.0: 12.0}
-# Norms of the difference of segments' offsets, of norm 400, and of the queries' part
-# along them. All segments have weight, or only one, or scores are in the thousands.
-OFFSETS = {"near": (20, 0), "far": (400, 0), "large scores": (2, 80)}
+# Norms of the difference of rows of the offset, of norm 400, of the queries' part along
+# them, and of what the first row has more. All segments have weight, or only one, or
+# scores are in the thousands, or the first token has most of the weight, or none.
+OFFSETS = {
+    "near": (20, 0, 0),
+    "far": (400, 0, 0),
+    "large scores": (2, 80, 0),
+    "far first": (20, 0, 60),
+}
 decode_layouts = pytest.mark.parametrize(
     "layout", [x for x in LAYOUTS if not DECODE.refusal(x)], ids=layout_id
 )
@@ -210,12 +216,15 @@ class Sequences:
         turns = heads + heads // self.group
         return torch.tensor(SINKS, dtype=dtype)[turns % len(SINKS)].to(DEVICE)
 
-    def take_off(self, difference: float, common: float, num_offsets: int) -> None:
+    def take_off(
+        self, difference: float, common: float, first: float, num_offsets: int
+    ) -> None:
         """Take an offset off cached keys, which the raw keys still have.
 
         Args:
-            difference: Norm of the difference of segments' offsets.
+            difference: Norm of the difference of offsets.
             common: Norm of the queries' part along the offsets.
+            first: Norm of what is added to the first token's offset.
             num_offsets: Number of offsets.
 
         """
@@ -223,6 +232,7 @@ class Sequences:
         direction = directions(NUM_KV_HEADS, size, seed=11)
         others = directions(num_offsets, NUM_KV_HEADS, size, seed=12)
         table = (400 * direction + difference * others).contiguous()
+        table[0] += first * directions(NUM_KV_HEADS, size, seed=13)
         self.scoring = self.scoring._replace(key_offset=table)
         self.query += (
             (common * direction).repeat_interleave(self.group, 0).to(self.dtype)

@@ -177,9 +177,13 @@ def test_warpgroups_decode_more_queries_than_attend_at_once(asked):
         layout = TurboFormat.from_cache_dtype("turbo4", size)
         found = serving(layout, 16, 2, 0, capability)
         assert not any("decode_wgmma" in x.name for x in found)
-    for variant in (OFFSET, CAP):
-        found = serving(LAYOUT, 16, 2, 0, 90, variant)
-        assert not any("decode_wgmma" in x.name for x in found)
+    names = [x.name for x in serving(LAYOUT, 16, 2, 0, 90, OFFSET)]
+    assert names[2:] == [
+        "decode turbo4_128_16_offset",
+        "decode_wgmma turbo4_128_c32_offset",
+    ]
+    found = serving(LAYOUT, 16, 2, 0, 90, CAP)
+    assert not any("decode_wgmma" in x.name for x in found)
     assert DECODE_WGMMA.module(LAYOUT, None).is_specific
 
 
@@ -205,7 +209,7 @@ def test_the_loaded_module_rounds_queries_or_does_not(
     args = layout, num_queries, DEVICE, variant
     cuda_decode.load(*args)
     ((module, _),) = asked
-    is_own = capability == 90 and head_size <= 128 and variant == PLAIN
+    is_own = capability == 90 and head_size <= 128 and variant != CAP
     is_own = is_own and 17 <= num_queries <= 32
     assert module.kernel == ("decode_wgmma" if is_own else "decode")
     assert cuda_decode.rounds_queries(*args) == (module.kernel == "decode")

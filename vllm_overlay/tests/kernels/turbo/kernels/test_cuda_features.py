@@ -164,7 +164,7 @@ def test_splits_with_offsets(kernel, layout, features, with_raw, num_splits, seq
 @kernels_and_features(
     CUDA,
     {x.replace(" ", "-"): NEAR._replace(offset=x) for x in OFFSETS}
-    | {f"{n}-offsets": NEAR._replace(num_offsets=n) for n in (1, 2, 4, 7)},
+    | {f"{n}-offsets": NEAR._replace(num_offsets=n) for n in (1, 2, 3, 4, 7)},
 )
 @raw_or_stored
 def test_offsets(kernel, layout, features, with_raw):
@@ -173,6 +173,21 @@ def test_offsets(kernel, layout, features, with_raw):
     query_len = 8 if kernel.is_extend else 2
     batch = Sequences(layout, seq_lens, query_len, features=features)
     batch.check(kernel, with_raw)
+
+
+@kernels_and_features(CUDA, {"far-first": NEAR._replace(offset="far first")})
+@raw_or_stored
+@pytest.mark.parametrize("num_splits", [1, 8])
+@pytest.mark.parametrize("window", [None, 17, SEGMENT])
+def test_first_token(kernel, layout, features, with_raw, num_splits, window):
+    """Some query tokens see the first token, others no longer."""
+    query_len = 33 if kernel.is_extend else 3
+    seq_lens = [1, 2, query_len + 1, query_len + 2, SEGMENT + 5, 2 * SEGMENT + 4]
+    if window is not None:
+        seq_lens += [window + query_len + i for i in range(-3, 2)]
+        features = features._replace(sliding_window=window)
+    batch = Sequences(layout, seq_lens, query_len, features=features)
+    batch.check(kernel, with_raw, num_splits)
 
 
 @kernels_and_features(CUDA, SINKS, SOME_LAYOUTS)

@@ -11,7 +11,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.choose import triton_kernels
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
 from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, MAX_ROWS, TailFormat
-from vllm.v1.attention.ops.turbo.interface import StoreCall
+from vllm.v1.attention.ops.turbo.interface import StoreCall, offset_rows
 from vllm.v1.attention.ops.turbo.reference.tail import (
     dequantize_rows,
     planes,
@@ -164,7 +164,7 @@ def test_prefill_in_chunks(store, layout):
 @pytest.mark.parametrize("with_offset", [False, True], ids=["plain", "offset"])
 def test_rows_and_counts(store, layout, dtype, with_offset):
     """Decodes, drafts, ragged steps and prompts longer than the tail."""
-    offset = make_offset(2, layout.head_size, 3) if with_offset else None
+    offset = make_offset(3, layout.head_size, 3) if with_offset else None
     scene = GrowingSequences.at_borders(
         layout, dtype=dtype, store=store, offset=offset, num_kv_heads=3
     )
@@ -368,18 +368,19 @@ def test_rows_of_tokens_that_are_not_stored(store):
 
 
 @stores_and_layouts()
-@pytest.mark.parametrize("num_segments", [1, 2, 3])
-def test_offset_of_keys(store, layout, num_segments):
-    """Rows hold keys without the offset of their segment, or of the last segment."""
-    table, blocks = make_offset(num_segments, 64), SEGMENT // 32 + 1
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [0, SEGMENT - 2])
+def test_offset_of_keys(store, layout, num_rows, first):
+    """Rows hold keys without the offset of their place, or without the last one."""
+    table, blocks = make_offset(num_rows, 64), SEGMENT // 32 + 1
     scene = GrowingSequences(
         layout, block_size=32, max_blocks=blocks, store=store, offset=table
     )
-    scene.lengths = [SEGMENT - 2]
+    scene.lengths = [first]
     assert scene.step([5]) == [0]
     assert scene.step([1]) == [5]
-    first, last = SEGMENT - 2, SEGMENT + 3
-    own = [0] * 2 + [min(1, num_segments - 1)] * 3
+    last = first + 5
+    own = offset_rows(torch.arange(first, last, device=DEVICE), table)
     known = scene.keys[0][first:last].float() - table[own]
     found, _ = scene.tail_rows(0, first, last)
     assert ((found - known).abs() <= error_bound(known)).all()

@@ -32,7 +32,7 @@ def at_borders(
     kernel: Kernel, layout: TurboFormat, with_offset: bool = False, **options: Any
 ) -> AttendingSequences:
     if with_offset:
-        options["offset"] = make_offset(2, layout.head_size)
+        options["offset"] = make_offset(3, layout.head_size)
     return AttendingSequences.at_borders(kernel, layout, **options)
 
 
@@ -82,9 +82,9 @@ def test_several_query_tokens(kernel, layout, contexts, query_lens):
 @with_offset
 def test_tail_of_the_whole_context(kernel, layout, with_offset):
     """No token is packed, so that the output is exact up to roundings to fp32. Kernels
-    take several steps for the longest context.
+    take several steps for the longest context. The first token has its own offset.
     """
-    offset = make_offset(1, 128) if with_offset else None
+    offset = make_offset(2, 128) if with_offset else None
     size = {"num_seqs": 3, "block_size": 48, "max_blocks": 1, "offset": offset}
     scene = AttendingSequences(kernel, layout, **size)
     contexts = [11, 1, 5]
@@ -134,14 +134,17 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
 
 
 @kernels_with_tails()
-@pytest.mark.parametrize("num_segments", [1, 2])
-def test_offset_in_scores(kernel, layout, num_segments):
-    """A tail begins in one segment of the offset and ends in the next."""
-    offset, blocks = make_offset(num_segments, 64), SEGMENT // 32 + 1
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize("context", [1, 6, 7, 8, SEGMENT + 3])
+def test_offset_in_scores(kernel, layout, num_rows, context):
+    """A tail has the first token, begins behind it, or begins in one segment of the
+    offset and ends in the next.
+    """
+    offset, blocks = make_offset(num_rows, 64), SEGMENT // 32 + 1
     size = 1, 6, 32, blocks, FP16
     scene = AttendingSequences(kernel, layout, *size, offset=offset)
-    scene.step([SEGMENT + 3])
-    assert scene.step([2]) == [6]
+    scene.step([context])
+    assert scene.step([2]) == [min(context, 6)]
     scene.check()
 
 

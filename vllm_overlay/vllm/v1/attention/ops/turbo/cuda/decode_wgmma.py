@@ -41,12 +41,11 @@ def serves(
 ) -> bool:
     """Whether this kernel serves ``num_queries`` of a sequence and KV head.
 
-    With an offset or a soft cap this kernel would spill registers, and ``cuda.decode``
-    serves.
+    With a soft cap this kernel would spill registers, and ``cuda.decode`` serves.
     """
     return (
         num_queries in SERVED
-        and DECODE_WGMMA.own_variant(variant) == PLAIN
+        and not variant.soft_cap
         and DECODE_WGMMA.unsupported_reason(layout, capability) is None
     )
 

@@ -139,13 +139,13 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
           TILE_TOKENS * (i / kTileScores) + 8 * half + g - visible.num_tokens;
       const bool is_seen =
           token >= limits[i % 2].first && token < limits[i % 2].last;
-      own[i] *= factor[i % 2];
+      float score = own[i] * factor[i % 2];
       // No later number is of a pair's first token.
       if constexpr (KEY_OFFSET != 0) {
         if (i < 2 && token == visible.first_tokens[2 * t + i].place)
-          own[i] += visible.first_tokens[2 * t + i].gain;
+          score += visible.first_tokens[2 * t + i].gain;
       }
-      if (!is_seen) own[i] = -INFINITY;
+      own[i] = is_seen ? score : -INFINITY;
     }
     raise(acc, own);
 #pragma unroll

@@ -21,13 +21,17 @@
 
 namespace turbo {
 
-// Adapt a warpgroup's references to the offset of K of its next step.
+// Adapt a warpgroup's references to the offset of K of its next step. Return
+// the end of the steps that have it.
 template <typename Plan>
-__device__ __forceinline__ void change_offset(ColumnsShared<Plan>& shared,
-                                              const AttentionParams& p,
-                                              const ColumnsSegment& segment,
-                                              int offset, const Place& own) {
-  const int lane = own.lane;
+__device__ __forceinline__ int change_offset(ColumnsShared<Plan>& shared,
+                                             const AttentionParams& p,
+                                             const ColumnsSegment& segment,
+                                             int step, const Place& own) {
+  static_assert(kOffsetTiles % kStepTiles == 0);
+  if constexpr (KEY_OFFSET == 0) return segment.last_step;
+  const int tile = segment.first_tile + step * kStepTiles;
+  const int offset = offset_of_tile(p, tile), lane = own.lane;
   own.sync_set();  // until references have been raised and read
 #pragma unroll 1
   for (int n = own.warp; n < Plan::kBlocks; n += 4) {
@@ -46,6 +50,8 @@ __device__ __forceinline__ void change_offset(ColumnsShared<Plan>& shared,
     }
   }
   own.sync_set();
+  return min((next_offset_tile(p, tile) - segment.first_tile) / kStepTiles,
+             segment.last_step);
 }
 
 template <typename Plan>
@@ -67,39 +73,33 @@ __device__ __forceinline__ void attend_segment(ColumnsShared<Plan>& shared,
   // number that it knows to be uniform again for each look-up.
   const uint32_t zero = uint32_t(own.lane) & uint32_t(p.num_splits >> 31);
   const KeyTables tables = {KEY_FIRST_LOW ^ zero, KEY_SECOND_LOW ^ zero};
-  int changing_tile = 0;  // the next one that changes the offset of K
-  int parity = 0;
+  int step = segment.first_step + own.set, parity = 0;
+  do {
+    const int last_step = change_offset(shared, p, segment, step, own);
 #pragma unroll 1
-  for (int step = segment.first_step + own.set; step < segment.last_step;
-       step += Plan::kSets, parity ^= 1) {
-    const int tile = segment.first_tile + step * kStepTiles;
-    if constexpr (KEY_OFFSET != 0) {
-      static_assert(kOffsetTiles % kStepTiles == 0);
-      if (tile >= changing_tile) {
-        change_offset(shared, p, segment, offset_of_tile(p, tile), own);
-        changing_tile = next_offset_tile(p, tile);
-      }
+    for (; step < last_step; step += Plan::kSets, parity ^= 1) {
+      const int tile = segment.first_tile + step * kStepTiles;
+      const uint8_t* tiles = shared.tiles[own.set] + queue.take();
+      LaneKeys keys;
+      keys.load(tiles + own.warp * kTileSpace, own.lane);
+      const int own_tile = tile + own.warp;
+      make_value_scales(shared.scales[own.set][parity],
+                        tiles + own.warp * kTileSpace, own.warp,
+                        !KEY_OFFSET || own_tile >= segment.first_seen_tile,
+                        segment.num_tokens - own_tile * TILE_TOKENS, own.lane);
+      // Wait until the last step's values have been added and its fragments are
+      // free.
+      wgmma_wait<0>();
+      acc.hold_outputs();
+      float scores[Plan::kScores];
+      multiply_keys(shared, scores, keys, tables);
+      weigh_step(shared, acc, scores, segment, step, parity, p.soft_cap, own);
+      queue.issue(own);  // all warps have read the last step's tiles
+      add_values(shared, acc, tiles, parity, place, own);
     }
-    const uint8_t* tiles = shared.tiles[own.set] + queue.take();
-    LaneKeys keys;
-    keys.load(tiles + own.warp * kTileSpace, own.lane);
-    const int own_tile = tile + own.warp;
-    make_value_scales(shared.scales[own.set][parity],
-                      tiles + own.warp * kTileSpace, own.warp,
-                      !KEY_OFFSET || own_tile >= segment.first_seen_tile,
-                      segment.num_tokens - own_tile * TILE_TOKENS, own.lane);
-    // Wait until the last step's values have been added and its fragments are
-    // free.
     wgmma_wait<0>();
     acc.hold_outputs();
-    float scores[Plan::kScores];
-    multiply_keys(shared, scores, keys, tables);
-    weigh_step(shared, acc, scores, segment, step, parity, p.soft_cap, own);
-    queue.issue(own);  // all warps have read the last step's tiles
-    add_values(shared, acc, tiles, parity, place, own);
-  }
-  wgmma_wait<0>();
-  acc.hold_outputs();
+  } while (KEY_OFFSET != 0 && step < segment.last_step);
   leave_result(shared, acc, place, own);
   write_partial(shared, p, segment);
 }

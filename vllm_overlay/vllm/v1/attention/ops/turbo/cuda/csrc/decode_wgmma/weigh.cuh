@@ -67,11 +67,12 @@ __device__ __forceinline__ void raise(ColumnsShared<Plan>& shared,
       const int n = i < 2 ? token : other;
       const bool is_seen = n >= (i % 2 ? firsts.y : firsts.x) &&
                            n < (i % 2 ? limits.y : limits.x);
-      s[i] = scaled(s[i], i % 2 ? scaling.y : scaling.x, soft_cap);
+      float x = scaled(s[i], i % 2 ? scaling.y : scaling.x, soft_cap);
       if constexpr (KEY_OFFSET != 0) {
-        if (n == 0) s[i] += shared.first_gains[own.set][2 * pair + i % 2];
+        if (i < 2 && token == 0)
+          x += shared.first_gains[own.set][2 * pair + i % 2];
       }
-      if (!is_seen) s[i] = -INFINITY;
+      s[i] = is_seen ? x : -INFINITY;
     }
     float2 largest = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
     largest = {column_max(largest.x), column_max(largest.y)};
