@@ -171,6 +171,13 @@ DEFECTS = {
         f"{FEATURES}offsets",
         "decode_wgmma and 2-offsets",
     ),
+    "tail-first": Defect(
+        "merge/tail.cuh",
+        "max((last_row - 1) * OFFSET_SEGMENT, 1);",
+        "(last_row - 1) * OFFSET_SEGMENT;",
+        "kernels/test_tail_attention.py::test_offset_in_scores",
+        "decode-turbo4",
+    ),
     # A query token sees one token too few, or too many.
     "decode-window": Defect(
         "decode/values.cuh",
