@@ -121,7 +121,6 @@ KERNELS = {
             is_extend=True,
             refusal=OUTPUTS.refusal,
             opt_outs={
-                "offset": "OutputsFn takes keys without an offset",
                 "tail": "OutputsFn reads the codes of tokens in a tail",
                 "partials": "the kernel writes outputs, so that there are no LSE",
             },
@@ -192,6 +191,5 @@ def kernels_and_features(
         for layout in layouts
         for name, own in features.items()
         if not kernel.refusal(layout) and "features" not in kernel.opt_outs
-        if not own.offset or "offset" not in kernel.opt_outs
     ]
     return pytest.mark.parametrize("kernel, layout, features", cases)

@@ -247,13 +247,13 @@ class Batch:
 
         Decode kernels rotate q in block fixed point, and CUDA's round it to int8 where
         ``rounds_queries`` says so. The target is attention from q rounded like this.
-        The first segment's offset is taken off all keys, so that the reference has no
-        large scores: a softmax does not depend on it. With sinks it does, and the
-        offset stays.
+        The last offset is taken off all keys, so that the reference has no large
+        scores: a softmax does not depend on it. With sinks it does, and the offset
+        stays.
         """
         scoring = impl.runner.scoring
         offset = scoring.key_offset
-        without = torch.zeros(1) if offset is None else offset[0]
+        without = torch.zeros(1) if offset is None else offset[-1]
         lens = [num_queries for num_queries, _ in self.requests]
         longer = (i for i, n in enumerate(lens) if n > impl.runner.max_query_len)
         num_decodes = next(longer, len(lens))

@@ -336,7 +336,7 @@ class Sequences:
         """Apply the 2x rule of ``attention_utils`` to a sequence's rows.
 
         The target has q as the kernel rounds it. With an offset of K, this q is for
-        k - m, and q without rounding for m and the raw tokens.
+        k - m, and q without rounding for m and for raw tokens whose keys are exact.
         """
         query, scoring, length = self.query[part], self.scoring, self.seq_lens[row]
         key, value = load_context(self.cache, self.table[row], length, self.layout)
@@ -348,6 +348,13 @@ class Sequences:
             indices = torch.arange(length, device=DEVICE)
             offset = scoring.key_offset[offset_rows(indices, scoring.key_offset)]
             offset[length - num_raw :] = 0
+            if num_raw and kernel.rounded_keys is not None:
+                # Raw keys have the offset of the last cached token taken off, but
+                # that of the tokens after it if it is the first.
+                last = torch.tensor(max(length - num_raw - 1, 1))
+                own = scoring.key_offset[offset_rows(last, scoring.key_offset)]
+                key[-num_raw:] = kernel.rounded_keys(key[-num_raw:] - own)
+                offset[-num_raw:], num_raw = own, 0
             parts = split_keys(kernel.rounded(query), query, key, num_raw, offset)
             assert_by_rounded_weights(output, *parts, value, *where, **options)
             return

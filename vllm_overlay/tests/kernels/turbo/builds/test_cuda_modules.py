@@ -97,7 +97,7 @@ def served(
         extend_mma.load(layout, group * query_len, DEVICE, variant)
     capability = extend_mma.capability_of(DEVICE)
     reason = OUTPUTS.unsupported_reason(layout, capability)
-    if reason is None and not variant.key_offset:
+    if reason is None:
         for query_len in extend_lens:
             plan = extend_wgmma.plan_for(layout, group * query_len, with_outputs=True)
             OUTPUTS.load(layout, plan, DEVICE, variant)

@@ -29,7 +29,6 @@ from ..attention_kernels import (
     EXTENDS,
     kernels,
     kernels_and_features,
-    without,
 )
 from ..attention_utils import merge_call
 from ..kernel_under_test import Kernel
@@ -245,7 +244,7 @@ def test_pairs(kernel, layout, features, with_raw):
     batch.check(kernel, with_raw)
 
 
-@kernels(without("offset"))
+@kernels(CUDA)
 def test_scores_far_below_zero(kernel):
     """Queries see no token of the first step, and have low scores with later ones."""
     length = SEGMENT + 20
@@ -333,7 +332,7 @@ def test_windows_that_are_not_taken(kernel):
         batch.attend(kernel, True)
 
 
-@kernels(without("offset"))
+@kernels(CUDA)
 def test_a_cap_is_not_with_an_offset(kernel):
     batch = Sequences(LAYOUT, [40], 1, features=NEAR)
     batch.scoring = batch.scoring._replace(soft_cap=50.0)

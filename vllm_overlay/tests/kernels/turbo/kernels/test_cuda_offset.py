@@ -110,7 +110,7 @@ def test_tables_that_are_not_taken(name):
     batch = Sequences(LAYOUT, [40], 1, features=FEATURES)
     batch.scoring = batch.scoring._replace(key_offset=table)
     error = TypeError if name == "dtype" else ValueError
-    for kernel in ("decode", "extend_mma"):
+    for kernel in ("decode", "extend_mma", "outputs"):
         with pytest.raises(error, match=f"key_offset: {message}"):
             batch.attend(KERNELS[kernel], False)
     with pytest.raises(error, match=f"key_offset: {message}"):
@@ -126,7 +126,7 @@ def test_tables_that_are_not_taken(name):
         )
 
 
-@kernels(without("offset"))
+@kernels(without("partials"))
 def test_queries_that_are_not_taken(kernel):
     batch = Sequences(LAYOUT, [40], 2, features=FEATURES)
     launch = batch.launch(False)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from vllm.config import VllmConfig
-from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import choose, reference
 from vllm.v1.attention.ops.turbo.cuda import extend_mma, extend_wgmma
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
@@ -20,6 +19,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     AttentionCall,
     OutputScratch,
     StoreCall,
+    offset_rows,
 )
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
@@ -34,17 +34,17 @@ from ..backend_utils import (
     BLOCK_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
-    make_vllm_config,
     prefill_modes,
-    register,
     set_scratch,
 )
 from ..batch_utils import Batch, pad_to_graph
 from ..rank_utils import RankGroup, Ranks
+from ..sequences import directions
 from ..utils import (
+    BF16,
     DEVICE,
     FP16,
-    cache_spec,
+    SEGMENT,
     gaussian,
     model_dtypes,
     requires_hopper,
@@ -139,20 +139,67 @@ def test_rules_for_scores(folder, scoring):
     layer.check([(1, 31), (33, 40), (2, 33), (17, 5)])
 
 
-def test_layers_beside_one_with_an_offset_merge(folder):
-    """Layers that share a plan with an offset's layer all merge."""
-    config = make_vllm_config(folder, "turbo4", FP16, max_num_batched_tokens=2048)
-    layers = [Layer(config) for _ in range(2)]
-    for i, layer in enumerate(layers):
-        register(config, layer.impl, f"layers.{i}.attn")
-    runners = [layer.runner for layer in layers]
-    assert all(runner.planner.extends_to_outputs for runner in runners)
-    runners[0].set_key_offset(gaussian(1, NUM_KV_HEADS, HEAD_SIZE, seed=5).to(DEVICE))
-    assert not runners[0].planner.extends_to_outputs
-    spec = cache_spec(LAYOUT, NUM_KV_HEADS, BLOCK_SIZE)
-    names = ["layers.0.attn", "layers.1.attn"]
-    TurboMetadataBuilder(spec, names, config, torch.device(DEVICE))
-    assert not any(runner.planner.extends_to_outputs for runner in runners)
+def make_offset(num_offsets: int) -> torch.Tensor:
+    """Offsets of norm 400 that differ by 20, except the first, far from the others."""
+    shape = (NUM_KV_HEADS, HEAD_SIZE)
+    table = 400 * directions(*shape, seed=5) + 20 * directions(9, *shape, seed=6)
+    table[0] = 400 * directions(*shape, seed=7)
+    return table[:num_offsets].contiguous()
+
+
+# Chunks that begin, end and are in other segments than the last cached token. Some have
+# no context, or that of a first token alone.
+OFFSET_REQUESTS = [
+    (20, 0),
+    (18, 1),
+    (33, SEGMENT - 20),
+    (2, SEGMENT),
+    (17, SEGMENT + 1),
+    (SEGMENT + 30, 2 * SEGMENT - 5),
+]
+
+
+def make_batch(layer: Layer) -> Batch:
+    """A batch whose new keys have the offset that the layer takes off."""
+    batch = Batch.make(layer.impl, OFFSET_REQUESTS)
+    places = [context + i for count, context in OFFSET_REQUESTS for i in range(count)]
+    table = layer.runner.scoring.key_offset
+    rows = offset_rows(torch.tensor(places), table)
+    batch.key[: len(places)] += table[rows].to(batch.key.dtype)
+    return batch
+
+
+@model_dtypes
+@prefill_modes
+@pytest.mark.parametrize("num_offsets", [1, 2, 3, 9])
+def test_offsets(folder, num_offsets, mode, dtype):
+    """Query tokens are compared to cached ones, whose keys lack an offset."""
+    layer = Layer.make(folder, mode, dtype, key_offset=make_offset(num_offsets))
+    batch = make_batch(layer)
+    output = layer.run(batch)
+    batch.check(layer.impl, output)
+    if num_offsets > 1 or mode == "raw":
+        batch.check_fails_without(layer.impl, output, "key_offset")
+
+
+@pytest.mark.parametrize("window", [10, 30, SEGMENT + 9])
+def test_offsets_in_windows(folder, window):
+    """Windows hide the first token, or all cached ones, from some query tokens."""
+    layer = Layer.make(folder, sliding_window=window, key_offset=make_offset(9))
+    batch = make_batch(layer)
+    batch.free_hidden_blocks(window)
+    batch.check(layer.impl, layer.run(batch))
+
+
+def test_offsets_beside_sinks(folder):
+    """Sinks are compared to whole scores, also of requests without context."""
+    sinks = 30 + gaussian(NUM_HEADS, seed=4)
+    layer = Layer.make(folder, dtype=BF16, sinks=sinks, key_offset=make_offset(9))
+    batch = make_batch(layer)
+    batch.query /= 16
+    output = layer.run(batch)
+    batch.check(layer.impl, output)
+    batch.check_fails_without(layer.impl, output, "sinks")
 
 
 @pytest.mark.parametrize("num_drafts", [2, 19])

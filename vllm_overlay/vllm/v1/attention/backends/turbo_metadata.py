@@ -85,12 +85,6 @@ class TurboMetadataBuilder(AttentionMetadataBuilder[TurboMetadata]):
             self.reorder_batch_threshold += num_draft_slots(vllm_config)
         share_caches(vllm_config)
         runners = [layer.impl.runner for layer in layers]
-        # Layers of a shape share a plan.
-        with_offset = {
-            x.context_shape for x in runners if x.scoring.key_offset is not None
-        }
-        for runner in runners:
-            runner.is_beside_offset = runner.context_shape in with_offset
         # One runner of each shape, because layers of a shape have the same kernels.
         self.runners = list({runner.shape: runner for runner in runners}.values())
         self.context_parallel = runners[0].context_parallel

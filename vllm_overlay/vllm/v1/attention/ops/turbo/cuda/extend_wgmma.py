@@ -9,6 +9,7 @@ relative to a power of two near the largest, and scores are multiplied by that i
 
 It ends in partial results for the merge, or in outputs (``extend_outputs``). For the
 latter, the query tokens' keys and values are a sequence's last tiles, rotated in fp16.
+These keys lose the offset of the last cached token, so that all scores can be compared.
 A block rotates queries as it loads them. It rotates results back if it has all tiles of
 these queries. Another kernel joins results that several blocks have parts of.
 """
@@ -128,11 +129,9 @@ def plan_for(
 def _served(
     layout: TurboFormat, demand: Demand, with_outputs: bool
 ) -> Iterator[tuple[TurboFormat, RowsPlan, Variant]]:
-    # Outputs need keys without an offset. Such keys also need partial results, for
-    # ranks that share the context and for few requests.
+    # All layers also need partial results, for ranks that share the context and for
+    # few requests.
     family = OUTPUTS if with_outputs else EXTEND_WGMMA
-    if with_outputs and demand.variant.key_offset:
-        return
     if family.unsupported_reason(layout, demand.capability) is not None:
         return
     for num_queries in demand.numbers_of_queries(demand.max_extend_len):
@@ -237,5 +236,7 @@ def extend_outputs(
         scoring.sliding_window or 0,
         scoring.sinks,
         (scoring.soft_cap or 0.0) * LOG2_E,
+        scoring.key_offset,
+        scoring.scale * LOG2_E,
         enable_pdl,
     )

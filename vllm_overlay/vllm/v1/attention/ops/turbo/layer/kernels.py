@@ -79,10 +79,10 @@ class KernelSet(Kernels, Protocol):
         """Attends like ``extend_attention``, but to cached tokens and to the query
         tokens at once, so that results need no merge; None if there is no such kernel.
 
-        Ranks do not share the context, and K has no offset. Tokens of a tail
-        are read as codes. The call's ``query`` is needed: it has the output's dtype,
-        strides and alignment, and does not share memory with the output.
-        ``raw.attended`` is ignored. The scratch is that of ``output_scratch``.
+        Ranks do not share the context. Tokens of a tail are read as codes. The call's
+        ``query`` is needed: it has the output's dtype, strides and alignment, and does
+        not share memory with the output. ``raw.attended`` is ignored. The scratch is
+        that of ``output_scratch``.
         """
 
     @property

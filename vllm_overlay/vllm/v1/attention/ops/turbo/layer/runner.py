@@ -58,7 +58,6 @@ class TurboRunner(Runner[KernelSet]):
         tail_wanted: The most tokens of a tail; zero for none.
         key_bias: The bias from which the offset follows; None without a bias.
         key_offset_replicas: Consecutive tensor parallel ranks with the same heads.
-        is_beside_offset: Whether a layer that shares the plan has an offset.
         shares_cache: Whether the layer reads another layer's cache and does not store.
         context_parallel: The ranks that share the context; None if they do not.
         context_shape: The shape of attention to the context, with the query heads of
@@ -100,7 +99,6 @@ class TurboRunner(Runner[KernelSet]):
         self.prefill_limits = self._prefill_limits()
         self.key_bias: KeyBias | None = None
         self.key_offset_replicas = 1
-        self.is_beside_offset = False
         self.tail_wanted = tail_wanted
         self.shares_cache = False
         self.capability = current_capability()
@@ -182,13 +180,11 @@ class TurboRunner(Runner[KernelSet]):
     def extends_to_outputs(self) -> bool:
         """Whether ``extend_outputs`` serves all but small extends.
 
-        Layers that share a plan agree. Such extends read a tail's tokens as
-        codes, like prefills.
+        Such extends read a tail's tokens as codes, like prefills.
         """
         if self.kernels is None or self.kernels.extend_outputs is None:
             return False
-        has_offset = self.scoring.key_offset is not None or self.is_beside_offset
-        return self.context_parallel is None and not has_offset
+        return self.context_parallel is None
 
     @property
     def max_call_tokens(self) -> int:

@@ -12,6 +12,9 @@
 
 namespace turbo {
 
+static_assert(!(KEY_OFFSET && SOFT_CAP),
+              "an offset cannot be added back to capped scores");
+
 // The parameters except queries and partial results. See AttentionParams and
 // decode.py for shapes and dtypes.
 //
@@ -126,8 +129,6 @@ void attend_to_pages(TensorView query, TensorView query_scale,
                      Optional<TensorView> original_query,
                      Optional<TensorView> key_offset, double offset_factor,
                      int64_t sliding_window, double soft_cap, bool enable_pdl) {
-  static_assert(!(KEY_OFFSET && SOFT_CAP),
-                "an offset cannot be added back to capped scores");
   check_axes("query", query, 3);
   AttentionParams p =
       params_of(query.size(1), kv_cache, block_table, seq_lens, query_start_loc,

@@ -51,33 +51,37 @@ __device__ __forceinline__ bool note_rows(ExtendShared<Plan>& shared,
 // Turn a part's scores to weights.
 //
 // tile: the part's first tile.
+// offset_tile: the next tile with another offset of K, updated.
 // first_row: the first of the lane's two rows.
 template <typename Plan>
 __device__ __forceinline__ void weigh_part(
     uint32_t (&weights)[Plan::kTokens / 4], RowsAccumulator& acc,
     float (&scores)[Plan::kTokens / 2], const ExtendShared<Plan>& shared,
     const float* factors, const AttentionParams& p, const Segment& segment,
-    int tile, int first_row, int lane) {
+    int tile, int& offset_tile, int first_row, int lane) {
   const int token = tile * TILE_TOKENS;
   float sum[2];
-  bool is_done = weigh_rows(weights, sum, acc, scores, factors, p.soft_cap);
-  if constexpr (KEY_OFFSET != 0) {
-    static_assert(kOffsetTiles % Plan::kPartTiles == 0);
-    const int offset = offset_of_tile(p, tile);
-    if (tile == segment.first_tile ||
-        offset != offset_of_tile(p, tile - Plan::kPartTiles)) {
-      LaneQueries queries;
+  const bool is_done =
+      weigh_rows(weights, sum, acc, scores, factors, p.soft_cap);
+  static_assert(kOffsetTiles % Plan::kPartTiles == 0);
+  const bool is_new = KEY_OFFSET != 0 && tile == offset_tile;
+  if (!is_done || is_new ||
+      segment.num_tokens - token < Plan::kTokens + p.most_hidden) {
+    float gains[2] = {};
+    if constexpr (KEY_OFFSET != 0) {
+      if (is_new) {
+        LaneQueries queries;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = first_row + 8 * r;
-        const bool sees_any = segment.num_tokens > shared.hidden[row];
-        queries.of_row[r] = sees_any ? shared.queries[row] : -1;
+        for (int r = 0; r < 2; ++r) {
+          const int row = first_row + 8 * r;
+          const bool sees_any = segment.num_tokens > shared.hidden[row];
+          queries.of_row[r] = sees_any ? shared.queries[row] : -1;
+        }
+        change_offset(gains, acc, queries, p, segment, offset_of_tile(p, tile),
+                      tile == 0, lane);
+        offset_tile = next_offset_tile(p, tile);
       }
-      change_offset(acc, queries, p, segment, offset, lane);
-      is_done = false;
     }
-  }
-  if (!is_done || segment.num_tokens - token < Plan::kTokens + p.most_hidden) {
     RowLimits limits[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -85,7 +89,8 @@ __device__ __forceinline__ void weigh_part(
       limits[r] = {shared.firsts[row] - token,
                    segment.num_tokens - shared.hidden[row] - token};
     }
-    weigh_anew(weights, sum, acc, scores, factors, limits, p.soft_cap, lane);
+    weigh_anew(weights, sum, acc, scores, factors, limits, gains, p.soft_cap,
+               lane);
   }
   acc.sum[0] += sum[0], acc.sum[1] += sum[1];
 }
@@ -118,12 +123,12 @@ __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
   }
   // The next part to be multiplied, and the part whose values are next.
   Part<Plan> next{stage}, part{stage};
-  int tile = segment.first_tile;
+  int tile = segment.first_tile, offset_tile = tile;
   uint32_t weights[Plan::kTokens / 4];
   const auto weigh = [&](Scores& scores) {
     weigh_part<Plan>(weights, acc, scores, shared,
                      &shared.factors[part.stage.of_both()][part.tile()], p,
-                     segment, tile, first_row, lane);
+                     segment, tile, offset_tile, first_row, lane);
     tile += Plan::kPartTiles;
     if (part.index == 0)
       wait_for(shared.full_values[part.stage.index], part.stage.parity);

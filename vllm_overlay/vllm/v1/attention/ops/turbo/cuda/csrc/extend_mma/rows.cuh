@@ -77,15 +77,26 @@ __device__ __forceinline__ void load_row_queries(
   }
 }
 
+// The first tile after a tile that has another offset of K; -1 if there is
+// none.
+__device__ __forceinline__ int next_offset_tile(const AttentionParams& p,
+                                                int tile) {
+  const int next = tile / kOffsetTiles + 1;
+  return next + 1 < p.num_offsets ? next * kOffsetTiles : -1;
+}
+
 // Adapt references to tokens with another offset of K.
 //
+// gains: what the score of a sequence's first token lacks in addition, because
+//   its offset is row 0. It is written, for the lanes that have the score.
 // queries: those that see a token of the segment; -1 for others. The query of a
 //   token that the sequence does not have may be NaN.
-__device__ __forceinline__ void change_offset(RowsAccumulator& acc,
-                                              const LaneQueries& queries,
-                                              const AttentionParams& p,
-                                              const Segment& segment,
-                                              int offset, int lane) {
+// offset: the row of the step's other tokens.
+// has_first: whether the step begins with the first token.
+__device__ __forceinline__ void change_offset(
+    float (&gains)[2], RowsAccumulator& acc, const LaneQueries& queries,
+    const AttentionParams& p, const Segment& segment, int offset,
+    bool has_first, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float score = offset_score(p, segment.seq, segment.kv_head, offset,
@@ -95,6 +106,10 @@ __device__ __forceinline__ void change_offset(RowsAccumulator& acc,
     if (acc.reference[r] != kNoRowReference)
       acc.reference[r] += acc.missing[r] - score;
     acc.missing[r] = score;
+    if (!has_first || offset == 0) continue;
+    const float of_first = offset_score(p, segment.seq, segment.kv_head, 0,
+                                        queries.of_row[r], lane);
+    if (lane % 4 == 0) gains[r] = of_first - score;
   }
 }
 

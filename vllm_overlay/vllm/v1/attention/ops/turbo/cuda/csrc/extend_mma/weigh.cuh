@@ -123,16 +123,20 @@ __device__ __forceinline__ bool weigh_rows(uint32_t (&weights)[kScores / 2],
 }
 
 // Weigh again where some tokens are not seen, or where weights are too large.
+//
+// gains: with KEY_OFFSET: what is added to the score of the step's first token.
 template <int kScores>
 __device__ __forceinline__ void weigh_anew(
     uint32_t (&weights)[kScores / 2], float (&sum)[2], RowsAccumulator& acc,
     float (&scores)[kScores], const float* factors,
-    const RowLimits (&limits)[2], const SoftCap& soft_cap, int lane) {
+    const RowLimits (&limits)[2], const float (&gains)[2],
+    const SoftCap& soft_cap, int lane) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
     scores[i] *= factors[i / kTileScores] * acc.factor[i / 2 % 2];
     if constexpr (SOFT_CAP != 0) scores[i] = soft_cap(scores[i]);
   }
+  if constexpr (KEY_OFFSET != 0) scores[0] += gains[0], scores[2] += gains[1];
   raise_rows(acc, scores, limits, lane);
   sum[0] = sum[1] = 0.0f;
 #pragma unroll

@@ -131,6 +131,7 @@ __device__ __forceinline__ void consume_segment(
   constexpr uint32_t kKeyStage = sizeof(shared.keys[0]) / 16;
   constexpr uint32_t kValueStage = sizeof(shared.values[0]) / 16;
   float scores[kTokens / 2];
+  int offset_tile = first_tile;  // the next tile with another offset of K
   // Weigh a step's scores of the m-th rows, which are complete. The values that
   // were issued last are being added meanwhile.
   const auto weigh = [&](uint32_t (&weights)[kTokens / 4], int m, int step) {
@@ -140,7 +141,8 @@ __device__ __forceinline__ void consume_segment(
     const int first = first_row + kTileRows * m;
     const float* factors = shared.factors[stage.of_both()];
     float sum[2];
-    bool is_done = weigh_rows(weights, sum, acc, scores, factors, p.soft_cap);
+    const bool is_done =
+        weigh_rows(weights, sum, acc, scores, factors, p.soft_cap);
     if constexpr (Plan::kOverlaps) {
       wgmma_wait_after<0>(sum[0] + sum[1]);
     } else {
@@ -151,21 +153,20 @@ __device__ __forceinline__ void consume_segment(
     const int tile = first_tile + step * Plan::kTiles;
     const bool is_raw = kWithOutputs<Params> && tile >= raw_tile;
     const int token = (tile - (is_raw ? raw_tile : 0)) * TILE_TOKENS;
-    if constexpr (KEY_OFFSET != 0) {
-      static_assert(kOffsetTiles % Plan::kTiles == 0);
-      const int offset = offset_of_tile(p, tile);
-      if (step == 0 || offset != offset_of_tile(p, tile - Plan::kTiles)) {
-        LaneQueries seeing = queries_of(shared, p, segment, first);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (shared.limits[first + 8 * r] + limits_from(segment) <= 0)
-            seeing.of_row[r] = -1;
+    static_assert(kOffsetTiles % Plan::kTiles == 0);
+    const bool is_new = KEY_OFFSET != 0 && tile == offset_tile;
+    if (is_raw || is_new || !is_done ||
+        num_tokens - token < kTokens + p.most_hidden) {
+      float gains[2] = {};
+      if constexpr (KEY_OFFSET != 0) {
+        if (is_new) {
+          const int offset =
+              is_raw ? offset_of_raw(p, num_tokens) : offset_of_tile(p, tile);
+          change_offset(gains, acc, seeing_queries(shared, p, segment, first),
+                        p, segment, offset, tile == 0 && !is_raw, lane);
+          if (m == kRowTiles - 1) offset_tile = next_offset_tile(p, tile);
         }
-        change_offset(acc, seeing, p, segment, offset, lane);
-        is_done = false;
       }
-    }
-    if (is_raw || !is_done || num_tokens - token < kTokens + p.most_hidden) {
       const int* firsts = is_raw ? shared.raw_firsts : shared.firsts;
       const RowLimit* lasts = is_raw ? shared.raw_limits : shared.limits;
       const int end = limits_from(segment) - token;
@@ -174,7 +175,8 @@ __device__ __forceinline__ void consume_segment(
       for (int r = 0; r < 2; ++r) {
         limits[r] = {firsts[first + 8 * r] - token, lasts[first + 8 * r] + end};
       }
-      weigh_anew(weights, sum, acc, scores, factors, limits, p.soft_cap, lane);
+      weigh_anew(weights, sum, acc, scores, factors, limits, gains, p.soft_cap,
+                 lane);
     }
     acc.sum[0] += sum[0], acc.sum[1] += sum[1];
   };

@@ -71,8 +71,8 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
                     TensorView partial_lse, Optional<TensorView> key,
                     Optional<TensorView> value, Optional<TensorView> raw_tiles,
                     int64_t sliding_window, Optional<TensorView> sinks,
-                    double soft_cap, bool enable_pdl) {
-  static_assert(!KEY_OFFSET, "raw keys have no offset to add back");
+                    double soft_cap, Optional<TensorView> key_offset,
+                    double offset_factor, bool enable_pdl) {
   turbo::check_axes("query", query, 3);
   const int64_t num_tokens = query.size(0), num_heads = query.size(1);
   turbo::OutputParams p = {};
@@ -84,6 +84,9 @@ void extend_outputs(TensorView query, double query_factor, TensorView kv_cache,
   turbo::add_original_queries(p, "query", query, num_tokens, num_heads, device);
   check_runs("query", query);
   p.query_factor = static_cast<float>(query_factor);
+  p.key_offset = turbo::key_offset_of(key_offset, p.num_kv_heads, HEAD_SIZE,
+                                      KEY_OFFSET, device, p.num_offsets);
+  p.offset_factor = static_cast<float>(offset_factor);
   turbo::check_dtype("output", output, query.dtype());
   check_tokens("output", output, output, num_heads);
   turbo::check_size("output", output, 0, num_tokens);

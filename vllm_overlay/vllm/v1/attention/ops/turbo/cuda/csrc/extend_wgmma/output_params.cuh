@@ -5,7 +5,7 @@
 // tokens and to raw tokens at once.
 #pragma once
 
-#include "common/attention_params.cuh"
+#include "common/offset.cuh"
 #include "common/sinks.cuh"
 
 namespace turbo {
@@ -13,6 +13,16 @@ namespace turbo {
 // Numbers of K and V in a tile of raw tokens: K's rows and V's columns,
 // rotated.
 constexpr int kRawTileNumbers = 2 * TILE_TOKENS * HEAD_SIZE;
+
+// The row of the offset that is taken off keys of raw tokens: that of the tile
+// of the last cached token. So their scores lack what the last cached step's
+// scores lack.
+//
+// num_tokens: the sequence's cached tokens, which may be none.
+__device__ __forceinline__ int offset_of_raw(const AttentionParams& p,
+                                             int num_tokens) {
+  return offset_of_tile(p, max(num_tokens - 1, 0) / TILE_TOKENS);
+}
 
 // Partial results have a block's rows per place. Range i has two places. Place
 // 2 * i is for the pass that the range continues. Place 2 * i + 1 is for the

@@ -89,6 +89,17 @@ __device__ __forceinline__ bool load_coordinates(Coordinates& x, const T* p,
   return (broken & lanes_beside(lane)) == 0;
 }
 
+// Take an offset off a vector of K.
+__device__ __forceinline__ void take_off(Coordinates& x, const float* offset,
+                                         int lane) {
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j) {
+    const float4 m = __ldg(reinterpret_cast<const float4*>(
+        offset + 128 * j + lane % kLanes * kVector));
+    x[j][0] -= m.x, x[j][1] -= m.y, x[j][2] -= m.z, x[j][3] -= m.w;
+  }
+}
+
 // Make a sequence's tile. If K or V of a token is not finite, its K becomes
 // NaN, and so do the results of queries that see it. Its V becomes zero,
 // because a weight of zero would not make NaN or infinity zero.
@@ -117,6 +128,12 @@ __device__ __forceinline__ void make_raw_tile(RawTileShared& shared,
     is_finite[turn] = load_coordinates(key[turn], p_key, n < query_len, lane);
     is_finite[turn] &=
         load_coordinates(value[turn], p_value, n < query_len, lane);
+    if constexpr (KEY_OFFSET != 0) {
+      const int64_t offset = offset_of_raw(p, p.num_tokens(seq));
+      take_off(key[turn],
+               p.key_offset + (offset * p.num_kv_heads + kv_head) * HEAD_SIZE,
+               lane);
+    }
   }
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {

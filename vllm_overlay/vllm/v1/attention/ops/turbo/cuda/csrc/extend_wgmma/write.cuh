@@ -98,7 +98,8 @@ __device__ __forceinline__ void write_outputs(const RowsShared<Plan>& shared,
     const int query = max(query_of(shared, p, segment, first_row + 8 * r), 0);
     if (p.sinks.logits != nullptr) {
       const int head = query % (p.num_kv_heads * p.heads_per_kv);
-      total += exp2_approx(p.sinks.load(head) - acc.reference[r]);
+      total +=
+          exp2_approx(p.sinks.load(head) - (acc.reference[r] + acc.missing[r]));
     }
     const float factor = total != 0.0f ? INVERSE_SQRT / total : 0.0f;
 #pragma unroll
