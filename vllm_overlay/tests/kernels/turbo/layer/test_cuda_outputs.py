@@ -155,7 +155,7 @@ OFFSET_REQUESTS = [
     (33, SEGMENT - 20),
     (2, SEGMENT),
     (17, SEGMENT + 1),
-    (SEGMENT + 30, 2 * SEGMENT - 5),
+    (190, 2 * SEGMENT - 5),
 ]
 
 
