@@ -21,7 +21,6 @@ from vllm.v1.attention.ops.turbo.keys.offset import (
     mean_rotary,
     mean_rotated,
 )
-from vllm.v1.attention.ops.turbo.planning import prefill as planning
 
 from ..backend_utils import (
     HEAD_SIZE,
@@ -39,6 +38,7 @@ from ..batch_utils import BATCHES, Batch
 from ..formats.test_golden import FILE as GOLDEN
 from ..formats.test_golden import digest as digest_of_bytes
 from ..formats.test_golden import stored_with_offset
+from ..sequences import ints
 from ..utils import (
     BF16,
     DEVICE,
@@ -173,38 +173,11 @@ def test_each_token_has_the_offset_of_its_place():
     ends = [SEGMENT + 1, 7, 3, 5 * SEGMENT, 1, 2 * SEGMENT + 1]
     offset = interface.KeyOffset(table, torch.tensor(ends, dtype=torch.int32), starts)
     found = reference.offsets_of(offset, 11).flatten()
-    assert found.tolist()[:9] == [1, 2, 1, 1, 1, 3, 2, 2, 3]
+    assert found.tolist()[:9] == [1, 2, 0, 1, 1, 3, 2, 2, 3]
     assert (
         reference.offsets_of(offset._replace(seq_lens=offset.seq_lens - 2), 11)[5] == 3
     )
     assert found.min() >= 0 and found.max() < 4
-
-
-def test_requests_are_cut_where_segments_end():
-    starts = torch.tensor([0, 10, 10 + SEGMENT, 10 + 3 * SEGMENT], dtype=torch.int32)
-    lens = torch.tensor([SEGMENT, SEGMENT + 1, 3 * SEGMENT - 1], dtype=torch.int32)
-    cut = planning.cut_at_segments(starts, lens)
-    assert [x.tolist() for x in cut] == [
-        [0, 10, 9 + SEGMENT, 10 + SEGMENT, 11 + SEGMENT, 11 + 2 * SEGMENT]
-        + [10 + 3 * SEGMENT],
-        [SEGMENT, SEGMENT, SEGMENT + 1, SEGMENT, 2 * SEGMENT, 3 * SEGMENT - 1],
-        [0, 1, 1, 2, 2, 2],
-    ]
-
-
-@pytest.mark.parametrize("piece_tokens", [SEGMENT // 4, SEGMENT, 8 * SEGMENT])
-def test_a_piece_has_tokens_of_one_segment(piece_tokens):
-    lens = torch.tensor([0, 2 * SEGMENT + 3, 0], dtype=torch.int32)
-    if piece_tokens == 8 * SEGMENT:
-        lens = torch.tensor([0, 2 * SEGMENT + 3, 7, SEGMENT], dtype=torch.int32)
-    seen = [[] for _ in lens]
-    for starts, cu_lens in planning.plan_context(lens, piece_tokens, True):
-        assert cu_lens[-1] <= piece_tokens
-        for tokens, first, length in zip(seen, starts.tolist(), cu_lens.diff()):
-            tokens += range(first, first + int(length))
-            if length:
-                assert first // SEGMENT == (first + int(length) - 1) // SEGMENT
-    assert seen == [list(range(length)) for length in lens]
 
 
 @all_presets
@@ -294,19 +267,21 @@ def test_without_a_rotation_the_offset_is_the_bias():
 @requires_triton
 @pytest.mark.parametrize("scale", [0.125, math.pi])
 def test_scores_of_the_offset_join_the_lse(scale):
-    """Each request's scores are of its piece's segment."""
+    """A request's scores are of the row of its last key."""
     from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
 
     query = gaussian(2, 77, 6, HEAD_SIZE, dtype=BF16, seed=1)[1]
-    table = 100 * gaussian(2, 3, HEAD_SIZE, seed=2)
+    table = 100 * gaussian(3, 3, HEAD_SIZE, seed=2)
     lse = gaussian(6, 77, seed=3)
-    ends = torch.tensor([0, 37, 37, 40, 77], dtype=torch.int32, device=DEVICE)
-    starts = torch.tensor([SEGMENT - 1, 0, 0, 5 * SEGMENT], dtype=torch.int32)
-    segments = torch.tensor([0] * 40 + [1] * 37)
-    expected = query.double() * table[segments].double().repeat_interleave(2, 1)
+    ends = ints([0, 37, 37, 40, 50, 60, 77])
+    starts = [SEGMENT - 1, 0, 0, 0, SEGMENT - 1, 0]
+    # The last request has no key.
+    cu_lens = ints([0, 1, 2, 3, 5, SEGMENT + 5, SEGMENT + 5])
+    rows = torch.tensor([1] * 37 + [0] * 3 + [1] * 10 + [2] * 10 + [0] * 17)
+    expected = query.double() * table[rows].double().repeat_interleave(2, 1)
     expected = lse + scale * expected.sum(-1).T
     offset = interface.OffsetScores(query, table, scale)
-    add_offset_scores(lse, offset, ends, 37, starts.to(DEVICE))
+    add_offset_scores(lse, offset, ends, 37, ints(starts), cu_lens)
     assert (lse - expected).abs().max() < 1e-5 * expected.abs().max()
 
 

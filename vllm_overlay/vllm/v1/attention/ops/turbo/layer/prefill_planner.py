@@ -34,7 +34,6 @@ def prefill_planner(
         limits = prefill_limits(
             max((runner.context_shape for runner in full), key=lambda x: x.num_heads),
             stored,
-            any(runner.scoring.key_offset is not None for runner in full),
         )
     window_tokens = {
         runner.scoring.sliding_window: runner.prefill_limits.piece_tokens

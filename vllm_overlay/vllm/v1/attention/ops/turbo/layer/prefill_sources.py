@@ -54,14 +54,19 @@ class PrefillCall(NamedTuple):
         return self._replace(query=self.query[tokens], output=self.output[tokens])
 
     def add_offset_scores(
-        self, lse: torch.Tensor, queries: SeqLens, starts: torch.Tensor
+        self,
+        lse: torch.Tensor,
+        queries: SeqLens,
+        starts: torch.Tensor,
+        keys: SeqLens,
     ) -> None:
-        """Add the part of scores that cached keys lack to the keys' LSE.
+        """Add the part of scores that keys lack to the keys' LSE.
 
         Args:
             lse: (Hq, T) fp32, changed.
             queries: Lengths of R requests' queries.
             starts: (R,) int32, the position of each run's first key in its request.
+            keys: Lengths of the runs of keys.
 
         """
         from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
@@ -70,7 +75,7 @@ class PrefillCall(NamedTuple):
             offset = OffsetScores(
                 self.query, self.scoring.key_offset, self.scoring.scale
             )
-            add_offset_scores(lse, offset, *queries[:2], starts)
+            add_offset_scores(lse, offset, *queries[:2], starts, keys.cu_lens)
 
 
 class Source(Protocol):
@@ -108,9 +113,18 @@ def merge_results(
 
 
 def _attend_to_pieces(
-    call: PrefillCall, rotated_query: torch.Tensor, requests: CachedRequests
+    call: PrefillCall,
+    rotated_query: torch.Tensor,
+    requests: CachedRequests,
+    key_offset: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend from requests' queries to all pieces of their context, in rotated space.
+
+    Args:
+        call: The call of the requests' query tokens.
+        rotated_query: (T, Hq, D).
+        requests: The requests.
+        key_offset: The layer's offset from ``rotated_offset``; None for none.
 
     Returns:
         (Hq, T) fp32, natural log-sum-exp.
@@ -131,6 +145,7 @@ def _attend_to_pieces(
             call.layout,
             scratch.key,
             scratch.value,
+            key_offset,
         )
         is_first = lse is None
         target = call.output if is_first else scratch.output[: call.output.shape[0]]
@@ -143,7 +158,7 @@ def _attend_to_pieces(
             scoring,
             causal=piece is requests.own,
         )
-        call.add_offset_scores(piece_lse, requests.queries, piece.starts)
+        call.add_offset_scores(piece_lse, requests.queries, piece.starts, piece.lens)
         if lse is None:
             lse = piece_lse
         else:
@@ -159,15 +174,24 @@ def _attend_to_cache(call: PrefillCall, cached: list[CachedRequests]) -> torch.T
         (Hq, T) fp32, natural log-sum-exp.
 
     """
-    from vllm.v1.attention.ops.turbo.triton.prefill import rotate_rows
+    from vllm.v1.attention.ops.turbo.triton.prefill import (
+        rotate_rows,
+        rotated_offset,
+    )
 
-    query = call.query
+    query, key_offset = call.query, call.scoring.key_offset
     assert call.scratch is not None
     rotated_query = call.scratch.query[: query.shape[0]]
     rotate_rows(query, rotated_query)
+    if key_offset is not None:
+        # It is not kept: weights that are loaded later change the offset.
+        key_offset = rotated_offset(key_offset, call.layout)
     lses = [
         _attend_to_pieces(
-            call.part(requests.tokens), rotated_query[requests.tokens], requests
+            call.part(requests.tokens),
+            rotated_query[requests.tokens],
+            requests,
+            key_offset,
         )
         for requests in cached
     ]
@@ -295,5 +319,5 @@ class RunsSource(NamedTuple):
         )
         if needs_lse and runs is not None:
             # All keys of a run lack the same offset, which matters beside other logits.
-            call.add_offset_scores(lse, part.queries, runs.cached.starts)
+            call.add_offset_scores(lse, part.queries, runs.cached.starts, runs.lens)
         return lse

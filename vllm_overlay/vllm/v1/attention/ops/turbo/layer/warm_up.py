@@ -94,10 +94,7 @@ def small_step(
     window = runner.scoring.sliding_window
     if window is not None:
         window_tokens[window] = limits.piece_tokens
-    limits = limits._replace(
-        piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT),
-        has_key_offset=runner.scoring.key_offset is not None,
-    )
+    limits = limits._replace(piece_tokens=min(limits.piece_tokens, _PREFILL_CONTEXT))
     ranges = {}
     if runner.has_spans:
         ranges[0] = [(contexts[first_prefill], seq_lens[first_prefill] - 1)]

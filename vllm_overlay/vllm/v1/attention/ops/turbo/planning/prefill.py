@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.planning.cuts import plan_runs, plan_slices
 from vllm.v1.attention.ops.turbo.planning.prefill_plan import (
     CachedRequests,
@@ -48,22 +47,17 @@ class PrefillLimits(NamedTuple):
             window, the most tokens that are attended to at a time.
         raw_tokens: The most query tokens of a slice that reads nothing from the cache;
             None for no limit.
-        has_key_offset: Whether an offset was taken off the keys of some layer. Then a
-            request's tokens in a piece are of one segment, so that their scores lack
-            the same offset.
 
     """
 
     slice_tokens: int
     piece_tokens: int
     raw_tokens: int | None = None
-    has_key_offset: bool = False
 
 
 def prefill_limits(
     shape: LayerShape,
     stored: bool,
-    has_key_offset: bool = False,
     sliding_window: int | None = None,
 ) -> PrefillLimits:
     """The tokens that fit in ROW_BYTES and PIECE_BYTES, at least one.
@@ -75,7 +69,6 @@ def prefill_limits(
         shape: The shape of the layer; if several shapes share a plan, the one with most
             query heads.
         stored: Whether a slice's own tokens are read from the cache: as one piece.
-        has_key_offset: Whether an offset was taken off the keys of some layer.
         sliding_window: The most tokens that a query token sees; None for no limit.
 
     """
@@ -84,93 +77,40 @@ def prefill_limits(
     piece_tokens = max(1, PIECE_BYTES // (2 * shape.num_kv_heads * head_bytes))
     if sliding_window is not None:
         least = sliding_window - 1 + LEAST_TOKENS
-        return PrefillLimits(0, max(piece_tokens, least), None, has_key_offset)
+        return PrefillLimits(0, max(piece_tokens, least), None)
     if stored:
         slice_tokens = min(slice_tokens, piece_tokens)
     raw_tokens = None
     if shape.head_size > FLASH_ATTN_MAX_HEAD_SIZE:
         slice_tokens, raw_tokens = min(slice_tokens, _RAW_TOKENS), _RAW_TOKENS
-    return PrefillLimits(slice_tokens, piece_tokens, raw_tokens, has_key_offset)
-
-
-def _plan_piece(
-    starts: torch.Tensor, ends: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The piece of ``plan_context`` between these positions, (R,) each."""
-    cu_lens = torch.zeros(len(starts) + 1, dtype=torch.int32)
-    torch.cumsum(ends - starts, 0, out=cu_lens[1:])
-    return starts.to(torch.int32), cu_lens
+    return PrefillLimits(slice_tokens, piece_tokens, raw_tokens)
 
 
 def plan_context(
-    context_lens: torch.Tensor, tokens_per_piece: int, has_key_offset: bool = False
+    context_lens: torch.Tensor, tokens_per_piece: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cut the requests' contexts, laid end to end, into pieces.
-
-    With an offset of K a piece has the same segment of each request instead. The
-    contexts of several requests must then fit in one piece.
 
     Args:
         context_lens: (R,) int32 on the host.
         tokens_per_piece: Tokens of a piece, over all requests.
-        has_key_offset: Whether an offset was taken off the keys of some layer.
 
     Returns:
         For each piece, on the host: the first position of each request's tokens in it,
         (R,) int32, and cumulative lengths, (R + 1,) int32.
 
     """
-    if has_key_offset:
-        size, longest = interface.OFFSET_SEGMENT, int(context_lens.max())
-        cuts = []
-        for segment in range(0, longest, size):
-            cuts += range(segment, min(segment + size, longest), tokens_per_piece)
-        cuts.append(longest)
-        return [
-            _plan_piece(context_lens.clamp(max=first), context_lens.clamp(max=last))
-            for first, last in zip(cuts, cuts[1:])
-        ]
     begins = context_lens.cumsum(0) - context_lens
     total = int(context_lens.sum())
     pieces = []
     for first in range(0, total, tokens_per_piece):
         starts = torch.minimum((first - begins).clamp(min=0), context_lens)
         ends = (first + tokens_per_piece - begins).clamp(min=0)
-        pieces.append(_plan_piece(starts, torch.minimum(ends, context_lens)))
+        ends = torch.minimum(ends, context_lens)
+        cu_lens = torch.zeros(len(starts) + 1, dtype=torch.int32)
+        torch.cumsum(ends - starts, 0, out=cu_lens[1:])
+        pieces.append((starts.to(torch.int32), cu_lens))
     return pieces
-
-
-def cut_at_segments(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut requests where their query tokens enter the next segment.
-
-    Each part is a request whose context is the tokens before it, as if the prompt came
-    in chunks. Where all tokens are read from the cache, results do not change.
-
-    Args:
-        query_start_loc: (R + 1,) int32 on the host, from zero.
-        seq_lens: (R,) int32 on the host.
-
-    Returns:
-        On the host, for the C parts: ``query_start_loc``, (C + 1,) int32, ``seq_lens``,
-        (C,) int32, and the index of each part's request, (C,) int64.
-
-    """
-    size = interface.OFFSET_SEGMENT
-    starts, lens, rows = [0], [], []
-    bounds = query_start_loc.tolist()
-    for row, (end, seq_len) in enumerate(zip(bounds[1:], seq_lens.tolist())):
-        first = seq_len - (end - bounds[row])
-        cuts = [*range((first // size + 1) * size, seq_len, size), seq_len]
-        starts += [end - (seq_len - cut) for cut in cuts]
-        lens += cuts
-        rows += [row] * len(cuts)
-    return (
-        torch.tensor(starts, dtype=torch.int32),
-        torch.tensor(lens, dtype=torch.int32),
-        torch.tensor(rows),
-    )
 
 
 class PrefillPlanner(NamedTuple):
@@ -239,10 +179,6 @@ class PrefillPlanner(NamedTuple):
         limits = self.limits
         if limits is None:
             return []
-        if self.stored and limits.has_key_offset:
-            query_start_loc, seq_lens, rows = cut_at_segments(query_start_loc, seq_lens)
-            rows = async_tensor_h2d(rows, self.device)
-            block_table = block_table.index_select(0, rows)
         query_lens = query_start_loc.diff()
         context_lens = seq_lens - query_lens
         runs = [(0, len(query_lens))]
@@ -348,8 +284,6 @@ class PrefillPlanner(NamedTuple):
             CachedPiece(
                 async_tensor_h2d(firsts, device), SeqLens.of_host(cu_lens, device)
             )
-            for firsts, cu_lens in plan_context(
-                context_lens, limits.piece_tokens, limits.has_key_offset
-            )
+            for firsts, cu_lens in plan_context(context_lens, limits.piece_tokens)
         ]
         return CachedRequests(tokens, queries, block_table, own, context)

@@ -154,12 +154,12 @@ def decode_attention(
     if tuning.max_registers and current_platform.is_cuda():
         options["maxnreg"] = tuning.max_registers
     original = original_vectors = table = None
-    num_segments = 0
+    num_offsets = 0
     if offset is not None:
         original_vectors, table, scale = offset
         assert table.is_contiguous() and original_vectors.stride(2) == 1
         assert table.shape[1:] == (num_kv_heads, head_size), table.shape
-        num_segments = table.shape[0]
+        num_offsets = table.shape[0]
         original = OriginalQuery(scale * LOG2_E, *original_vectors.stride()[:2])
     decode_kernel[(batch.num_seqs, num_kv_heads, num_splits * query_blocks)](
         query.vectors,
@@ -172,7 +172,7 @@ def decode_attention(
         partials,
         original_vectors,
         table,
-        num_segments,
+        num_offsets,
         original,
         num_splits,
         batch.query_len,

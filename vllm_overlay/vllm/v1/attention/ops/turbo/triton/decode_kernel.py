@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.turbo.triton.decode_steps import (
     step_tiles,
     step_tokens,
 )
+from vllm.v1.attention.ops.turbo.triton.offset import offset_row
 from vllm.v1.attention.ops.turbo.triton.operands import value_coordinate
 from vllm.v1.attention.ops.turbo.triton.pages import TILE
 
@@ -110,7 +111,7 @@ def _offset_scores(
     factor,
     LAYOUT: tl.constexpr,
 ):
-    """The part that scores of a segment's keys lack, in base 2, fp32 [H]."""
+    """The part that scores of keys with an offset lack, in base 2, fp32 [H]."""
     o_d = tl.arange(0, LAYOUT.block_d)
     m_d = o_d < LAYOUT.head_size
     b_offset = tl.load(offset_ptr + o_d, mask=m_d, other=0.0)
@@ -128,7 +129,7 @@ def _offset_scores(
         "block_shift",
         "block_multiplier",
         "stride_block_table",
-        "num_segments",
+        "num_offsets",
         "sliding_window",
     ],
     # A call may begin at any request of the batch.
@@ -152,7 +153,7 @@ def decode_kernel(
     partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
     original_query_ptr,  # [T, Hq, D], not rotated, with an offset
     offset_ptr,  # [G, H, D] fp32, taken off the cached keys, or None
-    num_segments,
+    num_offsets,
     original,  # ``OriginalQuery``, or None
     num_splits,
     max_query_len,
@@ -226,8 +227,18 @@ def decode_kernel(
     if offset_ptr is not None:
         original_row = (first_token + query_token).to(tl.int64) * original.stride_token
         original_row += (kv_head * GROUP + o_h % GROUP) * original.stride_head
-        # The part that scores of the current segment lack. ``b_max`` is without it.
+        # The part that scores lack by the row of most of the step's tokens. ``b_max``
+        # is without it.
         missing = tl.zeros([BLOCK_H], tl.float32)
+        gain = tl.zeros([BLOCK_H], tl.float32)
+        if first == 0:
+            # Only the first token has row 0.
+            p_original = original_query_ptr + original_row
+            p_offset = offset_ptr + kv_head * HEAD_SIZE
+            gain = _offset_scores(p_original, p_offset, m_h, original.factor, LAYOUT)
+            others = offset_row(first + 1, num_offsets, OFFSET_SEGMENT)
+            p_offset += others * (NUM_KV_HEADS * HEAD_SIZE)
+            gain -= _offset_scores(p_original, p_offset, m_h, original.factor, LAYOUT)
     cache_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     table_ptr = block_table_ptr + batch * stride_block_table
     pages = cache_ptr, stride_cache_block, table_ptr
@@ -246,9 +257,9 @@ def decode_kernel(
         # Nested, because the second condition is not a constant.
         if offset_ptr is not None:  # noqa: SIM102
             if (start == first) | (start % OFFSET_SEGMENT == 0):
-                segment = tl.minimum(start // OFFSET_SEGMENT, num_segments - 1)
-                p_offset = offset_ptr + (segment * NUM_KV_HEADS + kv_head) * HEAD_SIZE
                 p_original = original_query_ptr + original_row
+                others = offset_row(start + 1, num_offsets, OFFSET_SEGMENT)
+                p_offset = offset_ptr + (others * NUM_KV_HEADS + kv_head) * HEAD_SIZE
                 now = _offset_scores(p_original, p_offset, m_h, original.factor, LAYOUT)
                 b_max += missing - now
                 missing = now
@@ -265,6 +276,10 @@ def decode_kernel(
             LAYOUT,
             CASE,
         )
+        if offset_ptr is not None:
+            # Not a branch, because registers would spill there.
+            is_first = (o_pair == 0)[:, None] & (start == 0)
+            b_score = b_score[0] + tl.where(is_first, gain[None, :], 0.0), b_score[1]
         b_acc, b_sum, b_max = rescaled(b_acc, b_sum, b_max, b_score, CASE)
         b_acc, b_sum = attend(
             b_acc, b_sum, b_max, b_score, tile_ptr, pair, m_n, columns, LAYOUT

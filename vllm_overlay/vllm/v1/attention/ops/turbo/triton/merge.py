@@ -51,7 +51,7 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_raw = raw is not None
     pages = planes = blocks = packed_lens = None
-    num_segments = num_tail_rows = 0
+    num_offsets = num_tail_rows = 0
     if tail is not None:
         check_tail(tail, head_size, num_kv_heads)
         assert tail.num_tokens <= interface.OFFSET_SEGMENT, tail.num_tokens
@@ -62,7 +62,7 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         if table is not None:
             assert table.is_contiguous()
             assert table.shape[1:] == (num_kv_heads, head_size), table.shape
-            num_segments = table.shape[0]
+            num_offsets = table.shape[0]
     if raw is None:
         # A launch needs these arguments, but does not read them.
         raw = RawTokens(output, output, output, 0.0)
@@ -95,7 +95,7 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         inverse_sqrt(head_size),
         ScoreFactors(scale * LOG2_E, in_base_2(logits_soft_cap)),
         MergeStrides(*strides),
-        num_segments,
+        num_offsets,
         num_tail_rows,
         planes,
         NUM_HEADS=num_heads,

@@ -222,7 +222,7 @@ def _combined(
         "num_rows",
         "num_splits",
         "max_query_len",
-        "num_segments",
+        "num_offsets",
         "num_tail_rows",
         "sliding_window",
     ],
@@ -256,7 +256,7 @@ def merge_kernel(
     inverse_sqrt_d,
     scoring,  # ``ScoreFactors``
     strides,  # ``MergeStrides``
-    num_segments,
+    num_offsets,
     num_tail_rows,
     planes,  # ``TailPlanes``, with a tail
     NUM_HEADS: tl.constexpr,
@@ -304,7 +304,7 @@ def merge_kernel(
             (packed_len - query_len).to(tl.int32),
             tl.where(has_tokens, seq_len - packed_len, 0),
             scoring,
-            num_segments,
+            num_offsets,
             num_tail_rows,
             NUM_KV_HEADS,
             HEAD_SIZE,

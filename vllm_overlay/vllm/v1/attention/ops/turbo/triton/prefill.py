@@ -19,6 +19,7 @@ from vllm.v1.attention.ops.turbo.triton.codec import (
     step_positions,
     value_coordinates,
 )
+from vllm.v1.attention.ops.turbo.triton.offset import offset_row
 from vllm.v1.attention.ops.turbo.triton.pages import (
     TILE,
     block_divisor,
@@ -112,14 +113,28 @@ def rotate_rows(
     )
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+def rotated_offset(table: torch.Tensor, layout: TurboFormat) -> torch.Tensor:
+    """An offset of K in the space of ``gather_context``, of the same shape and dtype.
+
+    Args:
+        table: (G, H, D) fp32, contiguous: see ``KeyOffset``.
+        layout: The cache's format.
+
+    """
+    rotated = torch.empty_like(table)
+    rotate_rows(table, rotated, gain=1 / layout.key_codebook.gain)
+    return rotated
+
+
+@triton.jit(do_not_specialize=["num_offsets"])
 def _add_offset_scores_kernel(
     lse_ptr,  # [Hq, T] fp32
     query_ptr,  # [T, Hq, D]
     offset_ptr,  # [G, H, D] fp32
     query_start_loc_ptr,  # [R + 1]
     starts_ptr,  # [R]
-    num_segments,
+    cu_lens_ptr,  # [R + 1]
+    num_offsets,
     scale,
     stride_lse_head,
     stride_query_token,
@@ -143,9 +158,10 @@ def _add_offset_scores_kernel(
     row = token.to(tl.int64) * stride_query_token + head * stride_query_head
     mask = inside[:, None] & (d < HEAD_SIZE)[None, :]
     query = tl.load(query_ptr + row[:, None] + d[None, :], mask=mask, other=0.0)
-    segment = tl.load(starts_ptr + request) // OFFSET_SEGMENT
-    segment = tl.minimum(segment, num_segments - 1)
-    p_offset = offset_ptr + (segment * NUM_KV_HEADS + head // GROUP) * HEAD_SIZE + d
+    num_keys = tl.load(cu_lens_ptr + request + 1) - tl.load(cu_lens_ptr + request)
+    last = tl.load(starts_ptr + request) + num_keys - 1
+    offset_of = offset_row(last, num_offsets, OFFSET_SEGMENT)
+    p_offset = offset_ptr + (offset_of * NUM_KV_HEADS + head // GROUP) * HEAD_SIZE + d
     offset = tl.load(p_offset, mask=d < HEAD_SIZE, other=0.0)
     score = scale * tl.sum(query.to(tl.float32) * offset[None, :], 1)
     p_lse = lse_ptr + head.to(tl.int64) * stride_lse_head + token
@@ -159,10 +175,12 @@ def add_offset_scores(
     query_start_loc: torch.Tensor,
     max_query_len: int,
     starts: torch.Tensor,
+    cu_lens: torch.Tensor,
 ) -> None:
-    """Add the part of scores that cached keys lack to the keys' LSE.
+    """Add the part of scores that keys lack to the keys' LSE.
 
-    All keys of a request are in one segment, so all its scores lack the same.
+    All keys of a request lack the offset of its last key: see ``gather_context`` and
+    ``lay_out_runs``.
 
     Args:
         lse: (Hq, T) fp32 natural log-sum-exp, last axis contiguous; changed.
@@ -170,11 +188,12 @@ def add_offset_scores(
         query_start_loc: (R + 1,) int32, where requests' tokens begin.
         max_query_len: Most query tokens of a request.
         starts: (R,) int32, the position of each request's first key in the request.
+        cu_lens: (R + 1,) int32, cumulative numbers of the requests' keys.
 
     """
     query, table, scale = offset
     num_tokens, num_heads, head_size = query.shape
-    num_segments, num_kv_heads = table.shape[:2]
+    num_offsets, num_kv_heads = table.shape[:2]
     assert lse.shape == (num_heads, num_tokens) and lse.stride(1) == 1
     assert query.stride(2) == 1 and table.is_contiguous()
     block_t = 32
@@ -185,7 +204,8 @@ def add_offset_scores(
         table,
         query_start_loc,
         starts,
-        num_segments,
+        cu_lens,
+        num_offsets,
         scale,
         lse.stride(0),
         query.stride(0),
@@ -202,6 +222,7 @@ def add_offset_scores(
 
 @triton.jit(
     do_not_specialize=[
+        "num_offsets",
         "tiles_per_block",
         "block_shift",
         "block_multiplier",
@@ -224,6 +245,8 @@ def _gather_kernel(
     lens_ptr,  # [R] lengths of the pieces, or None if they follow each other
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
+    offset_ptr,  # [G, H, D] fp32, in the space of the keys, or None
+    num_offsets,
     stride_cache_block: tl.int64,
     stride_cache_head: tl.int64,
     stride_block_table,
@@ -233,6 +256,7 @@ def _gather_kernel(
     block_multiplier,
     NUM_KV_HEADS: tl.constexpr,
     LAYOUT: tl.constexpr,
+    OFFSET_SEGMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Program (i, r, h): tokens [i * BLOCK_N, ...) of request r's piece."""
@@ -265,15 +289,39 @@ def _gather_kernel(
     inside = inside[:, None]
     mask = inside & (column < COLUMNS)
     row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
-    offset = row[:, None] + column
+    place = row[:, None] + column
 
+    if offset_ptr is not None:
+        # Rows do not descend, and a block's tokens are of two at most.
+        tl.static_assert(BLOCK_N <= OFFSET_SEGMENT)
+        start = tl.load(starts_ptr + request)
+        last_row = offset_row(start + length - 1, num_offsets, OFFSET_SEGMENT)
+        own_row = offset_row(position, num_offsets, OFFSET_SEGMENT)
+        first_row = offset_row(
+            start + tl.program_id(0) * BLOCK_N, num_offsets, OFFSET_SEGMENT
+        )
+        next_row = tl.minimum(first_row + 1, last_row)
+        is_first = (own_row == first_row)[:, None]
+        head_ptr = offset_ptr + head * HEAD_SIZE
+        p_first = head_ptr + first_row * (NUM_KV_HEADS * HEAD_SIZE) + column
+        p_next = head_ptr + next_row * (NUM_KV_HEADS * HEAD_SIZE) + column
+        p_last = head_ptr + last_row * (NUM_KV_HEADS * HEAD_SIZE) + column
     word, scale = load_side(tile_ptr, token, inside, column, column, LAYOUT, False)
     scale = key_scale(scale)
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, column, i, False, COLUMNS, HEAD_SIZE)
         key = key_coordinates(v, scale, COEFFICIENTS)
+        if offset_ptr is not None:
+            key = key.to(tl.float32)
+            if first_row < last_row:
+                m_column = column < COLUMNS
+                first = tl.load(p_first + i * COLUMNS, mask=m_column, other=0.0)
+                own = tl.load(p_next + i * COLUMNS, mask=m_column, other=0.0)
+                own = tl.where(is_first, first, own)
+                own -= tl.load(p_last + i * COLUMNS, mask=m_column, other=0.0)
+                key += own
         key = key.to(key_ptr.dtype.element_ty)
-        tl.store(key_ptr + offset + i * COLUMNS, key, mask=mask)
+        tl.store(key_ptr + place + i * COLUMNS, key, mask=mask)
 
     word, scale = load_side(tile_ptr, token, inside, column, column, LAYOUT, True)
     linear = scale * LAYOUT.value_coefficients[0]
@@ -281,7 +329,7 @@ def _gather_kernel(
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         v = step_positions(word, column, i, True, COLUMNS, HEAD_SIZE)
         value = value_coordinates(v, linear, quadratic).to(value_ptr.dtype.element_ty)
-        tl.store(value_ptr + offset + i * COLUMNS, value, mask=mask)
+        tl.store(value_ptr + place + i * COLUMNS, value, mask=mask)
 
 
 def gather_context(
@@ -291,8 +339,14 @@ def gather_context(
     layout: TurboFormat,
     key: torch.Tensor,
     value: torch.Tensor,
+    key_offset: torch.Tensor | None = None,
 ) -> None:
     """Dequantise one piece of each request's cached tokens, in rotated space.
+
+    With an offset of K, all keys of a request lack the offset of its last token in the
+    piece. A key gets the difference from the offset that was taken off it, which is
+    short between segments. Only the first token's is far from the others', so that a
+    piece's last token keeps its length out of all other keys.
 
     Args:
         kv_cache: (num_blocks, H, N, C) uint8; a (block, head) contiguous.
@@ -302,6 +356,8 @@ def gather_context(
         key: (T, H, D) contiguous; the pieces' rows are written. The codebook's gain is
             not in them.
         value: (T, H, D) contiguous; the pieces' rows are written.
+        key_offset: (G, H, D) fp32 contiguous, the offset that was taken off the cached
+            keys, from ``rotated_offset``; None to leave keys as they are cached.
 
     """
     num_kv_heads, block_size = kv_cache.shape[1:3]
@@ -312,6 +368,10 @@ def gather_context(
     assert num_tokens <= min(key.shape[0], value.shape[0]), (num_tokens, key.shape)
     if num_requests == 0 or max_len == 0:
         return
+    num_offsets = 0
+    if key_offset is not None:
+        assert piece.cached_lens is None and key_offset.is_contiguous()
+        num_offsets = key_offset.shape[0]
     block_n = 32
     _gather_kernel[(triton.cdiv(max_len, block_n), num_requests, num_kv_heads)](
         kv_cache,
@@ -321,6 +381,8 @@ def gather_context(
         piece.cached_lens,
         key,
         value,
+        key_offset,
+        num_offsets,
         kv_cache.stride(0),
         kv_cache.stride(1),
         block_table.stride(0),
@@ -328,6 +390,7 @@ def gather_context(
         **block_divisor(block_size),
         NUM_KV_HEADS=num_kv_heads,
         LAYOUT=tile_layout(layout),
+        OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_N=block_n,
         num_warps=2,
     )

@@ -13,6 +13,7 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.triton.isolate import isolated
+from vllm.v1.attention.ops.turbo.triton.offset import offset_row
 from vllm.v1.attention.ops.turbo.triton.prefill import gather_context, rotate_rows
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit(
-    do_not_specialize=["num_segments"],
+    do_not_specialize=["num_offsets"],
     # These are slices of one tensor.
     do_not_specialize_on_alignment=[
         "starts_ptr",
@@ -39,7 +40,7 @@ def _complete_runs_kernel(
     cached_lens_ptr,  # [R]
     raw_starts_ptr,  # [R]
     cu_lens_ptr,  # [R + 1]
-    num_segments,
+    num_offsets,
     stride_key_token,
     stride_key_head,
     stride_value_token,
@@ -61,15 +62,15 @@ def _complete_runs_kernel(
     run_row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
     p_run_key = run_key_ptr + run_row[:, None] + d
     if offset_ptr is not None:
-        # All keys of a run lack its first token's offset, which changes no softmax.
+        # All keys of a run lack its last token's offset, which changes no softmax.
         start = tl.load(starts_ptr + run)
-        first_segment = tl.minimum(start // OFFSET_SEGMENT, num_segments - 1)
-        p_first = offset_ptr + (first_segment * NUM_KV_HEADS + head) * HEAD_SIZE + d
-        first_offset = tl.load(p_first, mask=d < HEAD_SIZE, other=0.0)
-        segment = tl.minimum((start + n) // OFFSET_SEGMENT, num_segments - 1)
-        mask = ((n < cached_len) & (segment > first_segment))[:, None] & (d < HEAD_SIZE)
-        p_offset = offset_ptr + ((segment * NUM_KV_HEADS + head) * HEAD_SIZE)[:, None]
-        offset = tl.load(p_offset + d, mask=mask, other=0.0) - first_offset
+        last_row = offset_row(start + length - 1, num_offsets, OFFSET_SEGMENT)
+        p_last = offset_ptr + (last_row * NUM_KV_HEADS + head) * HEAD_SIZE + d
+        last_offset = tl.load(p_last, mask=d < HEAD_SIZE, other=0.0)
+        own_row = offset_row(start + n, num_offsets, OFFSET_SEGMENT)
+        mask = ((n < cached_len) & (own_row < last_row))[:, None] & (d < HEAD_SIZE)
+        p_offset = offset_ptr + ((own_row * NUM_KV_HEADS + head) * HEAD_SIZE)[:, None]
+        offset = tl.load(p_offset + d, mask=mask, other=0.0) - last_offset
         cached = tl.load(p_run_key, mask=mask, other=0.0).to(tl.float32) + offset
         tl.store(p_run_key, cached.to(run_key_ptr.dtype.element_ty), mask=mask)
     is_raw = (n >= cached_len) & (n < length)
@@ -78,7 +79,7 @@ def _complete_runs_kernel(
     key_row = token * stride_key_token + head * stride_key_head
     key = tl.load(key_ptr + key_row[:, None] + d, mask=mask, other=0.0)
     if offset_ptr is not None:
-        key = key.to(tl.float32) - first_offset
+        key = key.to(tl.float32) - last_offset
     value_row = token * stride_value_token + head * stride_value_head
     value = tl.load(value_ptr + value_row[:, None] + d, mask=mask, other=0.0)
     key, value = isolated(key, value)
@@ -100,9 +101,9 @@ def lay_out_runs(
 ) -> None:
     """Write the tokens that requests see into a buffer, not in rotated space.
 
-    With an offset of K, all keys of a run lack the offset of its first token. This
+    With an offset of K, all keys of a run lack the offset of its last token. This
     changes no softmax, and makes the keys smaller, so that their dtype has more bits
-    for them.
+    for them. Most tokens have the last one's offset, but a first token has its own.
 
     Non-finite values are kept from other requests, as by ``isolate_broken_values``.
 
@@ -116,8 +117,8 @@ def lay_out_runs(
         layout: The cache's format.
         run_key: (N, H, D) contiguous, written.
         run_value: (N, H, D), likewise.
-        key_offset: (G, H, D) fp32, the offset by segments that was taken off the cached
-            keys; None for none.
+        key_offset: (G, H, D) fp32, the offset that was taken off the cached keys, see
+            ``KeyOffset``; None for none.
 
     """
     num_tokens, num_kv_heads, head_size = run_key.shape
@@ -130,10 +131,10 @@ def lay_out_runs(
         rotate_rows(rotated, rotated, inverse=True, gain=layout.key_codebook.gain)
         rotated = run_value[: runs.num_rotated]
         rotate_rows(rotated, rotated, inverse=True)
-    num_segments = 0
+    num_offsets = 0
     if key_offset is not None:
         assert key_offset.is_contiguous()
-        num_segments = key_offset.shape[0]
+        num_offsets = key_offset.shape[0]
     block_n = 32
     grid = (triton.cdiv(runs.lens.max_len, block_n), len(cached.starts), num_kv_heads)
     _complete_runs_kernel[grid](
@@ -146,7 +147,7 @@ def lay_out_runs(
         cached.cached_lens,
         runs.raw_starts,
         runs.lens.cu_lens,
-        num_segments,
+        num_offsets,
         key.stride(0),
         key.stride(1),
         value.stride(0),

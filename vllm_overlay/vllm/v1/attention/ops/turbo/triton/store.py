@@ -109,11 +109,11 @@ def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
     assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
     check_pages(kv_cache, layout)
     assert key.stride(2) == value.stride(2) == 1
-    num_seqs = num_segments = 0
+    num_seqs = num_offsets = 0
     if key_offset is not None:
         table, seq_lens, query_start_loc = key_offset
         assert table.shape[1:] == key.shape[1:] and table.is_contiguous()
-        num_segments, num_seqs = table.shape[0], query_start_loc.shape[0] - 1
+        num_offsets, num_seqs = table.shape[0], query_start_loc.shape[0] - 1
         assert seq_lens.shape[0] == num_seqs > 0, (seq_lens.shape, num_seqs)
     if num_tokens == 0:
         if query is not None and rotated_query is not None and num_queries > 0:
@@ -138,7 +138,7 @@ def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
         key_offset,
         num_seqs,
         num_seqs.bit_length(),
-        num_segments,
+        num_offsets,
         num_tokens,
         num_queries,
         score_factor(layout, call.scale),

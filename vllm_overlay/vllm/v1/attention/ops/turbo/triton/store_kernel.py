@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.triton.encode import encode_vectors
+from vllm.v1.attention.ops.turbo.triton.offset import offset_row
 from vllm.v1.attention.ops.turbo.triton.pages import tile_pointers
 from vllm.v1.attention.ops.turbo.triton.rotate import load_integers, rotate_integers
 
@@ -56,15 +57,15 @@ def _rotate_query(
 
 
 @triton.jit
-def _offset_segment(
+def _offset_rows(
     key_offset,  # ``KeyOffset``
     t,  # [T]
     num_seqs,
     num_steps,
-    num_segments,
+    num_offsets,
     OFFSET_SEGMENT: tl.constexpr,
 ):
-    """The segments of tokens, [T], by a binary search for their sequences."""
+    """The offset's rows of tokens, [T], by a binary search for their sequences."""
     first = tl.zeros_like(t)
     last = first + num_seqs
     for _ in range(num_steps):
@@ -75,9 +76,7 @@ def _offset_segment(
     first = tl.minimum(first, num_seqs - 1)
     behind = tl.load(key_offset.query_start_loc + first + 1) - t
     place = tl.load(key_offset.seq_lens + first) - behind
-    # Padding has any position.
-    place = tl.maximum(place, 0)
-    return tl.minimum(place // OFFSET_SEGMENT, num_segments - 1)
+    return offset_row(place, num_offsets, OFFSET_SEGMENT)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -120,7 +119,7 @@ def rotate_query_kernel(
         "num_queries",
         "num_seqs",
         "num_steps",
-        "num_segments",
+        "num_offsets",
     ]
 )
 def store_kernel(
@@ -135,7 +134,7 @@ def store_kernel(
     key_offset,  # ``KeyOffset``: [G, H, D] fp32, [R] and [R + 1]; or None
     num_seqs,
     num_steps,
-    num_segments,
+    num_offsets,
     num_tokens,
     num_queries,
     query_factor,
@@ -202,10 +201,10 @@ def store_kernel(
             if key_offset is None:
                 own_offset_ptr = None
             else:
-                segment = _offset_segment(
-                    key_offset, o_t, num_seqs, num_steps, num_segments, OFFSET_SEGMENT
+                row = _offset_rows(
+                    key_offset, o_t, num_seqs, num_steps, num_offsets, OFFSET_SEGMENT
                 )
-                row = segment * NUM_KV_HEADS + kv_head
+                row = row * NUM_KV_HEADS + kv_head
                 own_offset_ptr = key_offset.table + row * HEAD_SIZE
             encode_vectors(
                 x_ptr,

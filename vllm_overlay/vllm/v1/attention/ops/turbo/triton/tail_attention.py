@@ -6,6 +6,7 @@
 """
 
 from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.turbo.triton.offset import offset_row
 from vllm.v1.attention.ops.turbo.triton.soft_cap import capped
 from vllm.v1.attention.ops.turbo.triton.tail_kernel import GROUP
 
@@ -43,19 +44,16 @@ def _missing_scores(
     query,  # [R, G, 16] fp32
     offset_ptr,  # [G, H, D] fp32
     kv_head,  # [R]
-    position,  # [R], a token's position in the row's sequence
+    offset_rows,  # [R], the offset's rows of the keys
     mask,  # [R, G, 1]
     coordinate,  # [1, G, 16]
     score_factor,
-    num_segments,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    OFFSET_SEGMENT: tl.constexpr,
 ):
-    """The part that scores of rows lack for keys of a segment, fp32 [R]."""
-    segment = tl.minimum(position // OFFSET_SEGMENT, num_segments - 1)
-    offset_row = segment * NUM_KV_HEADS + kv_head
-    p_offset = offset_ptr + (offset_row * HEAD_SIZE)[:, None, None] + coordinate
+    """The part that scores of rows lack for keys with an offset, fp32 [R]."""
+    head_row = offset_rows * NUM_KV_HEADS + kv_head
+    p_offset = offset_ptr + (head_row * HEAD_SIZE)[:, None, None] + coordinate
     offset = tl.load(p_offset, mask=mask, other=0.0)
     return score_factor * tl.sum(tl.sum(query * offset, 2), 1)
 
@@ -70,7 +68,7 @@ def attend_to_tail(
     first_position,  # [R], position of the tail's first token
     num_tokens,  # [R], tokens of the tail
     scoring,  # ``merge_kernel.ScoreFactors``
-    num_segments,
+    num_offsets,
     num_rows,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -95,34 +93,32 @@ def attend_to_tail(
     p_query = query_row_ptr[:, None, None] + coordinate
     query = tl.load(p_query, mask=query_mask, other=0.0).to(tl.float32)
     if offset_ptr is not None:
-        # A tail has tokens of at most two segments.
+        # A tail is not longer than a segment, so its tokens are of two rows at most.
+        first_row = offset_row(first_position, num_offsets, OFFSET_SEGMENT)
         missing = _missing_scores(
             query,
             offset_ptr,
             kv_head,
-            first_position,
+            first_row,
             query_mask,
             coordinate,
             scoring.factor,
-            num_segments,
             NUM_KV_HEADS,
             HEAD_SIZE,
-            OFFSET_SEGMENT,
         )
         next_missing = _missing_scores(
             query,
             offset_ptr,
             kv_head,
-            first_position + OFFSET_SEGMENT,
+            tl.minimum(first_row + 1, num_offsets - 1),
             query_mask,
             coordinate,
             scoring.factor,
-            num_segments,
             NUM_KV_HEADS,
             HEAD_SIZE,
-            OFFSET_SEGMENT,
         )
         num_first = OFFSET_SEGMENT - first_position % OFFSET_SEGMENT
+        num_first = tl.where(first_position > 0, num_first, 1)
     largest = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     output = tl.zeros([BLOCK_R, BLOCK_G, GROUP], tl.float32)

@@ -14,6 +14,7 @@ import torch
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP
 from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, MAX_ROWS
+from vllm.v1.attention.ops.turbo.triton.offset import offset_row
 from vllm.v1.attention.ops.turbo.triton.pages import TILE, tile_pointers
 from vllm.v1.attention.ops.turbo.triton.scales import round_to_integer
 
@@ -195,7 +196,7 @@ def _write_rows(
     seq_len,
     end,  # index of the sequence's last token (exclusive) among the call's
     num_tokens,
-    num_segments,
+    num_offsets,
     block_size,
     num_rows,
     planes,  # ``RowPlanes``
@@ -223,8 +224,8 @@ def _write_rows(
     p_key = key_ptr + (token * strides.key_token)[:, None, None] + coordinate
     key = tl.load(p_key, mask=m_inside[:, :, None], other=0.0).to(tl.float32)
     if offset_ptr is not None:
-        segment = tl.minimum(position // OFFSET_SEGMENT, num_segments - 1)
-        own_offset_ptr = offset_ptr + segment * (NUM_KV_HEADS * HEAD_SIZE)
+        own_row = offset_row(position, num_offsets, OFFSET_SEGMENT)
+        own_offset_ptr = offset_ptr + own_row * (NUM_KV_HEADS * HEAD_SIZE)
         p_offset = own_offset_ptr[:, None, None] + coordinate
         key -= tl.load(p_offset, mask=m_inside[:, :, None], other=0.0)
     p_value = value_ptr + (token * strides.value_token)[:, None, None] + coordinate
@@ -263,7 +264,7 @@ def _write_rows(
     # at the kernels' first launch.
     do_not_specialize=[
         "num_tokens",
-        "num_segments",
+        "num_offsets",
         "num_counted",
         "num_rows",
         "stride_block_table",
@@ -289,7 +290,7 @@ def tail_kernel(
     packed_lens_ptr,  # [R], written
     offset_ptr,  # [G, H, D] fp32, taken off K first, or None
     num_tokens,
-    num_segments,
+    num_offsets,
     num_counted,
     num_rows,
     block_size,
@@ -360,7 +361,7 @@ def tail_kernel(
                 seq_len,
                 end,
                 num_tokens,
-                num_segments,
+                num_offsets,
                 block_size,
                 num_rows,
                 planes,
