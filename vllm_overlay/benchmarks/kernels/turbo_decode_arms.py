@@ -270,7 +270,7 @@ class TurboArm(Arm):
         # By a sequence's number of tokens. Made before, as a graph cannot make them.
         self.chunk_offsets: dict[int, KeyOffset] = {}
         if has_key_offset:
-            num_offsets = -(-batch.max_seq_len // OFFSET_SEGMENT)
+            num_offsets = 1 + -(-batch.max_seq_len // OFFSET_SEGMENT)
             heads_and_size = (shape.num_kv_heads, shape.head_size)
             self.offsets = torch.randn(num_offsets, *heads_and_size, device=device)
             starts = batch.query_start_loc()
@@ -429,15 +429,15 @@ class TurboArm(Arm):
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from vllm.v1.attention.ops.turbo import reference
-        from vllm.v1.attention.ops.turbo.interface import OFFSET_SEGMENT
+        from vllm.v1.attention.ops.turbo.interface import offset_rows
 
         pages = self.cache.cpu()
         rotated = reference.load(pages, slots.cpu(), self.layout)
         held_key, held_value = map(reference.inverse_rotate, rotated)
         held_key *= self.layout.key_codebook.gain
         if self.offsets is not None:
-            segments = torch.arange(len(slots)) // OFFSET_SEGMENT
-            held_key += self.offsets.cpu()[segments]
+            rows = offset_rows(torch.arange(len(slots)), self.offsets)
+            held_key += self.offsets.cpu()[rows]
         held_key[-1], held_value[-1] = key[-1].cpu(), value[-1].cpu()
         return held_key, held_value
 

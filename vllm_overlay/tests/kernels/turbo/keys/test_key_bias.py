@@ -198,7 +198,7 @@ def test_layers_with_a_bias_have_an_offset(config):
     assert torch.equal(unrotated, bias[None])
     rotary = mean_rotary(modules[1].rotary_emb)
     assert torch.equal(rotated, mean_rotated(bias, rotary))
-    assert not torch.equal(rotated[0], bias)
+    assert not torch.equal(rotated[1], bias)
     assert others == [None, None, None]
 
 

@@ -21,6 +21,7 @@ from vllm.v1.attention.ops.turbo.keys.offset import (
     mean_rotary,
     mean_rotated,
 )
+from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece, SeqLens
 
 from ..backend_utils import (
     HEAD_SIZE,
@@ -46,8 +47,10 @@ from ..utils import (
     ON_GPU,
     SEGMENT,
     all_presets,
+    fill_cache,
     gaussian,
     model_dtypes,
+    new_cache,
     requires_triton,
 )
 
@@ -58,13 +61,14 @@ def long_offset() -> torch.Tensor:
     """Offsets of all segments, (G, H, D) fp32.
 
     A head's offset has a norm of about 400 in few coordinates, which differ by head.
-    Each segment adds a vector of norm 20.
+    Each segment adds a vector of norm 20, and the first token one of norm 40.
     """
     offset = torch.zeros(NUM_KV_HEADS, HEAD_SIZE)
     for head in range(NUM_KV_HEADS):
         own = offset[head, 5 + head :: 17]
         own.copy_(torch.tensor([200.3, -150.7, 250.1, 199.9])[: len(own)])
-    own = 20 / math.sqrt(HEAD_SIZE) * gaussian(9, NUM_KV_HEADS, HEAD_SIZE, seed=5)
+    own = 20 / math.sqrt(HEAD_SIZE) * gaussian(10, NUM_KV_HEADS, HEAD_SIZE, seed=5)
+    own[0] *= 2
     return offset.to(DEVICE) + own
 
 
@@ -86,6 +90,7 @@ BORDERS = {
     "prefills at borders": [
         (1, SEGMENT + 9), (40, SEGMENT - 20), (50, 0), (33, 2 * SEGMENT + 1)
     ],
+    "first tokens": [(1, 1), (1, 2), (1, 40), (9, 1), (40, 2), (70, 33)],
     "a chunk of three segments": [(2, SEGMENT), (SEGMENT + 20, SEGMENT - 10)],
 }  # fmt: skip
 CASES = {name: BATCHES[name] for name in ("mixed", "prefix hits")} | BORDERS
@@ -283,6 +288,42 @@ def test_scores_of_the_offset_join_the_lse(scale):
     offset = interface.OffsetScores(query, table, scale)
     add_offset_scores(lse, offset, ends, 37, ints(starts), cu_lens)
     assert (lse - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@requires_triton
+@pytest.mark.parametrize("num_offsets", [1, 2, 3, 4])
+def test_gathered_keys_lack_the_offset_of_the_last_one(num_offsets):
+    """Pieces begin with the first token, or anywhere; one is empty."""
+    from vllm.v1.attention.ops.turbo.triton.prefill import (
+        gather_context,
+        rotated_offset,
+    )
+
+    layout = TurboFormat.from_cache_dtype("turbo4", HEAD_SIZE)
+    pieces = [(0, 1), (0, SEGMENT + 9), (SEGMENT - 5, SEGMENT + 20), (3, 0), (0, 40)]
+    starts, lens = zip(*pieces)
+    cu_lens = torch.tensor([0, *lens]).cumsum(0).tolist()
+    piece = CachedPiece(ints(starts), SeqLens(ints(cu_lens), max(lens), cu_lens[-1]))
+    width = (2 * SEGMENT + 32) // 16
+    block_table = ints(range(5 * width)).view(5, width)
+    cache = new_cache(layout, 5 * width, NUM_KV_HEADS, 16)
+    ends = [first + count for first, count in pieces]
+    fill_cache(cache, block_table, ends, layout)
+    table = 40 * gaussian(num_offsets, NUM_KV_HEADS, HEAD_SIZE, seed=2)
+    places = [torch.arange(first, first + count) for first, count in pieces]
+    rows = torch.cat([interface.offset_rows(x, table) for x in places])
+    last_rows = torch.cat(
+        [interface.offset_rows(x[-1:], table).expand(len(x)) for x in places]
+    )
+    shift = reference.rotate(table[rows] - table[last_rows])
+    shift /= layout.key_codebook.gain
+    found = []
+    for offset in (None, rotated_offset(table, layout)):
+        buffers = torch.zeros(2, cu_lens[-1], *table.shape[1:], device=DEVICE)
+        gather_context(cache, block_table, piece, layout, *buffers, offset)
+        found.append(buffers)
+    assert torch.equal(found[0][1], found[1][1])
+    assert (found[0][0] + shift - found[1][0]).abs().max() < 1e-4
 
 
 def test_the_digest_tells_tables_and_layers_apart():
