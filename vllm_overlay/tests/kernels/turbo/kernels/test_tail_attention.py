@@ -137,7 +137,7 @@ def test_query_heads(dtype, with_offset, group, num_warps, monkeypatch):
 @pytest.mark.parametrize("num_offsets", [1, 2, 3])
 @pytest.mark.parametrize("context", [6, SEGMENT + 3])
 def test_offset_in_scores(kernel, layout, context, num_offsets):
-    """A tail begins with the first token, or begins in a segment and ends in another."""
+    """A tail begins with the first token, or ends in another segment."""
     offset, blocks = make_offset(num_offsets, 64), SEGMENT // 32 + 1
     size = 1, 6, 32, blocks, FP16
     scene = AttendingSequences(kernel, layout, *size, offset=offset)

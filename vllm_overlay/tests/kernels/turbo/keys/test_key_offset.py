@@ -15,6 +15,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.ops.turbo import interface, reference
 from vllm.v1.attention.ops.turbo.choose import TurboSource, choose_kernels
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
 from vllm.v1.attention.ops.turbo.keys.offset import (
     digest,
     find_rotary,
@@ -315,8 +316,10 @@ def test_gathered_keys_lack_the_offset_of_the_last_one(num_offsets):
     last_rows = torch.cat(
         [interface.offset_rows(x[-1:], table).expand(len(x)) for x in places]
     )
-    shift = reference.rotate(table[rows] - table[last_rows])
-    shift /= layout.key_codebook.gain
+    # The reference's rotation rounds.
+    matrix = rotation_matrix(HEAD_SIZE, table.device).double()
+    shift = (table[rows] - table[last_rows]).double() @ matrix
+    shift *= inverse_sqrt(HEAD_SIZE) / layout.key_codebook.gain
     found = []
     for offset in (None, rotated_offset(table, layout)):
         buffers = torch.zeros(2, cu_lens[-1], *table.shape[1:], device=DEVICE)
