@@ -19,7 +19,6 @@ from vllm.v1.attention.ops.turbo.triton.decode_steps import (
     step_tiles,
     step_tokens,
 )
-from vllm.v1.attention.ops.turbo.triton.offset import offset_row
 from vllm.v1.attention.ops.turbo.triton.operands import value_coordinate
 from vllm.v1.attention.ops.turbo.triton.pages import TILE
 
@@ -106,12 +105,14 @@ def _split_bounds(
 @triton.jit
 def _offset_scores(
     p_query,  # [H] of vectors that are not rotated
-    offset_ptr,  # [D] fp32
-    m_h,  # [H]
-    factor,
+    offset,  # pointer to the KV head's first row, rows, mask of queries, factor
+    row,
+    NUM_KV_HEADS: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """The part that scores of keys with an offset lack, in base 2, fp32 [H]."""
+    """The part that scores lack by a row, or the last one, in base 2, fp32 [H]."""
+    offset_ptr, num_offsets, m_h, factor = offset
+    offset_ptr += tl.minimum(row, num_offsets - 1) * (NUM_KV_HEADS * LAYOUT.head_size)
     o_d = tl.arange(0, LAYOUT.block_d)
     m_d = o_d < LAYOUT.head_size
     b_offset = tl.load(offset_ptr + o_d, mask=m_d, other=0.0)
@@ -227,18 +228,15 @@ def decode_kernel(
     if offset_ptr is not None:
         original_row = (first_token + query_token).to(tl.int64) * original.stride_token
         original_row += (kv_head * GROUP + o_h % GROUP) * original.stride_head
-        # The part that scores lack by the row of most of the step's tokens. ``b_max``
-        # is without it.
+        # The part that all scores lack; a first token's lack ``gain`` more.
         missing = tl.zeros([BLOCK_H], tl.float32)
+        p_original = original_query_ptr + original_row
+        own_offset_ptr = offset_ptr + kv_head * HEAD_SIZE
+        offset = own_offset_ptr, num_offsets, m_h, original.factor
         gain = tl.zeros([BLOCK_H], tl.float32)
         if first == 0:
-            # Only the first token has row 0.
-            p_original = original_query_ptr + original_row
-            p_offset = offset_ptr + kv_head * HEAD_SIZE
-            gain = _offset_scores(p_original, p_offset, m_h, original.factor, LAYOUT)
-            others = offset_row(first + 1, num_offsets, OFFSET_SEGMENT)
-            p_offset += others * (NUM_KV_HEADS * HEAD_SIZE)
-            gain -= _offset_scores(p_original, p_offset, m_h, original.factor, LAYOUT)
+            gain = _offset_scores(p_original, offset, 0, NUM_KV_HEADS, LAYOUT)
+            gain -= _offset_scores(p_original, offset, 1, NUM_KV_HEADS, LAYOUT)
     cache_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     table_ptr = block_table_ptr + batch * stride_block_table
     pages = cache_ptr, stride_cache_block, table_ptr
@@ -257,10 +255,8 @@ def decode_kernel(
         # Nested, because the second condition is not a constant.
         if offset_ptr is not None:  # noqa: SIM102
             if (start == first) | (start % OFFSET_SEGMENT == 0):
-                p_original = original_query_ptr + original_row
-                others = offset_row(start + 1, num_offsets, OFFSET_SEGMENT)
-                p_offset = offset_ptr + (others * NUM_KV_HEADS + kv_head) * HEAD_SIZE
-                now = _offset_scores(p_original, p_offset, m_h, original.factor, LAYOUT)
+                others = start // OFFSET_SEGMENT + 1
+                now = _offset_scores(p_original, offset, others, NUM_KV_HEADS, LAYOUT)
                 b_max += missing - now
                 missing = now
         b_score = step_scores(
