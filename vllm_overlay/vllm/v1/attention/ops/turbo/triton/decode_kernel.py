@@ -121,6 +121,51 @@ def _offset_scores(
     return factor * tl.sum(b_query.to(tl.float32) * b_offset[None, :], 1)
 
 
+@triton.jit
+def _first_token_gain(
+    p_query,  # [H] of vectors that are not rotated
+    offset,  # as in ``_offset_scores``
+    first,  # the split's first token
+    NUM_KV_HEADS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """The part that scores of a sequence's first token lack more than its tile's.
+
+    Returns:
+        fp32 [H], in base 2; not used by splits that begin later.
+
+    """
+    gain = tl.zeros([p_query.shape[0]], tl.float32)
+    if first == 0:
+        gain = _offset_scores(p_query, offset, 0, NUM_KV_HEADS, LAYOUT)
+        gain -= _offset_scores(p_query, offset, 1, NUM_KV_HEADS, LAYOUT)
+    return gain
+
+
+@triton.jit
+def _store_partial(
+    partials,
+    partial_row,  # [H]
+    b_acc,  # NUM_STEPS of [C, H] fp32
+    b_sum,  # [N / 2, H]
+    b_max,  # [H]
+    m_h,  # [H]
+    m_query,  # [C, H]
+    o_column,  # [C]
+    LAYOUT: tl.constexpr,
+):
+    """Write a split's output and LSE."""
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+    COLUMNS: tl.constexpr = LAYOUT.columns
+    total = tl.sum(b_sum, 0)
+    tl.store(partials.lse + partial_row, b_max + tl.log2(total), mask=m_h)
+    p_partial = partials.output + (partial_row * HEAD_SIZE)[None, :]
+    for i in tl.static_range(HEAD_SIZE // COLUMNS):
+        o_d = value_coordinate(o_column, i, COLUMNS, HEAD_SIZE)[:, None]
+        b_output = b_acc[i] / total[None, :]
+        tl.store(p_partial + o_d, b_output, mask=m_query)
+
+
 @triton.jit(
     # Names of tuples have no effect here: Triton specialises all their elements.
     do_not_specialize=[
@@ -226,17 +271,13 @@ def decode_kernel(
     # A sum for each index in a block of tokens; they are added after the loop.
     b_sum = tl.zeros([BLOCK_N // 2, BLOCK_H], tl.float32)
     if offset_ptr is not None:
-        original_row = (first_token + query_token).to(tl.int64) * original.stride_token
-        original_row += (kv_head * GROUP + o_h % GROUP) * original.stride_head
-        # The part that all scores lack; a first token's lack ``gain`` more.
+        query_head = kv_head * GROUP + o_h % GROUP
+        p_original = original_query_ptr + query_head * original.stride_head
+        p_original += (first_token + query_token).to(tl.int64) * original.stride_token
+        offset = offset_ptr + kv_head * HEAD_SIZE, num_offsets, m_h, original.factor
+        gain = _first_token_gain(p_original, offset, first, NUM_KV_HEADS, LAYOUT)
+        # The part that scores of the current segment lack. ``b_max`` is without it.
         missing = tl.zeros([BLOCK_H], tl.float32)
-        p_original = original_query_ptr + original_row
-        own_offset_ptr = offset_ptr + kv_head * HEAD_SIZE
-        offset = own_offset_ptr, num_offsets, m_h, original.factor
-        gain = tl.zeros([BLOCK_H], tl.float32)
-        if first == 0:
-            gain = _offset_scores(p_original, offset, 0, NUM_KV_HEADS, LAYOUT)
-            gain -= _offset_scores(p_original, offset, 1, NUM_KV_HEADS, LAYOUT)
     cache_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
     table_ptr = block_table_ptr + batch * stride_block_table
     pages = cache_ptr, stride_cache_block, table_ptr
@@ -251,7 +292,6 @@ def decode_kernel(
         tile_ptr = step_tiles(
             start, o_pair, m_n[0] | m_n[1], pages, divisor, LAYOUT, CASE
         )
-        pair = o_token // 2
         # Nested, because the second condition is not a constant.
         if offset_ptr is not None:  # noqa: SIM102
             if (start == first) | (start % OFFSET_SEGMENT == 0):
@@ -278,15 +318,11 @@ def decode_kernel(
             b_score = b_score[0] + tl.where(is_first, gain[None, :], 0.0), b_score[1]
         b_acc, b_sum, b_max = rescaled(b_acc, b_sum, b_max, b_score, CASE)
         b_acc, b_sum = attend(
-            b_acc, b_sum, b_max, b_score, tile_ptr, pair, m_n, columns, LAYOUT
+            b_acc, b_sum, b_max, b_score, tile_ptr, o_token // 2, m_n, columns, LAYOUT
         )
 
-    total = tl.sum(b_sum, 0)
     if offset_ptr is not None:
         b_max += missing
-    tl.store(p_lse, b_max + tl.log2(total), mask=m_h)
-    p_partial = partials.output + (partial_row * HEAD_SIZE)[None, :]
-    for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        o_d = value_coordinate(o_column, i, COLUMNS, HEAD_SIZE)[:, None]
-        b_output = b_acc[i] / total[None, :]
-        tl.store(p_partial + o_d, b_output, mask=m_query)
+    _store_partial(
+        partials, partial_row, b_acc, b_sum, b_max, m_h, m_query, o_column, LAYOUT
+    )
