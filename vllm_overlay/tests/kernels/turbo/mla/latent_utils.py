@@ -40,6 +40,11 @@ def random_latent_pages(
     return pages.view(num_blocks, block_size, layout.slot_size)
 
 
+def long_mean(layout: LatentFormat) -> torch.Tensor:
+    """A mean of latents, (L,) fp32, 30 times as long as Gaussian ones."""
+    return gaussian(layout.rank, dtype=torch.float32, seed=77) * 30
+
+
 def latent_vectors(
     layout: LatentFormat,
     num_tokens: int,

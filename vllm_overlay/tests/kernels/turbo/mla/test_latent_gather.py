@@ -24,7 +24,7 @@ from ..utils import (
     requires_cuda,
     requires_triton,
 )
-from .latent_utils import fill_latent_cache, latent_cache
+from .latent_utils import fill_latent_cache, latent_cache, long_mean
 from .test_latent_format import layout_of
 
 FP32 = torch.float32
@@ -32,6 +32,7 @@ TRITON = KernelUnderTest("triton", triton_gather.gather, (requires_triton,))
 CUDA = KernelUnderTest(
     "cuda", lambda call: cuda_module("latent_gather").gather(call), (requires_cuda,)
 )
+REFERENCE = KernelUnderTest("reference", reference.gather, ())
 all_kernels = by_kernel("kernel", [(TRITON,), (CUDA,)])
 LAYOUT = layout_of("turbo4", 320)
 CASES = [(576, BF16), (576, FP32), (512, FP32), (320, FP16), (256, BF16)]
@@ -60,8 +61,11 @@ def check_gather(
     lengths: list[int],
     dtype: torch.dtype,
     block_size: int = 32,
+    mean: torch.Tensor | None = None,
 ) -> None:
-    """Compare to the reference; rows and columns past the output must stay."""
+    """Compare to the reference without a mean, and to the mean added to it. Rows and
+    columns past the output must stay.
+    """
     cache = latent_cache(layout, num_blocks_for(seq_lens, block_size), block_size)
     table = make_block_table(seq_lens, block_size)
     fill_latent_cache(cache, table, seq_lens, layout)
@@ -70,8 +74,10 @@ def check_gather(
     shape = (num_tokens + 2, width + 8)
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     expected = torch.full(shape, math.nan, dtype=FP32, device=DEVICE)
-    kernel.launch(GatherCall(cache, buffer[:, :width], table, layout, *call))
+    kernel.launch(GatherCall(cache, buffer[:, :width], table, layout, *call, mean))
     reference.gather(GatherCall(cache, expected[:, :width], table, layout, *call))
+    if mean is not None:
+        expected[:, :rank] += mean
     assert buffer[num_tokens:].isnan().all() and buffer[:, width:].isnan().all()
     found, expected = buffer[:num_tokens, :width].float(), expected[:num_tokens, :width]
     norm = expected[:, :rank].norm(dim=-1, keepdim=True)
@@ -97,6 +103,26 @@ def check_gather(
 def test_gather_equals_the_reference(kernel, layout, dtype):
     """Chunks of sequences that begin anywhere, one of them without tokens."""
     check_gather(kernel, layout, [70, 20, 40], [32, 0, 5], [38, 0, 33], dtype)
+
+
+@by_kernel(
+    "kernel, layout, dtype",
+    [
+        (kernel, layout_of(*layout), dtype)
+        for kernel, dtypes in (
+            (REFERENCE, [FP32]),
+            (TRITON, [BF16]),
+            (CUDA, [BF16, FP16, FP32]),
+        )
+        for layout in (("turbo4", 576), ("turbo3", 256))
+        for dtype in dtypes
+    ],
+)
+def test_mean_is_added(kernel, layout, dtype):
+    """A mean that is much longer than the latents; rotary keys do not get it."""
+    mean = long_mean(layout)
+    lengths = [38, 0, 33]
+    check_gather(kernel, layout, [70, 20, 40], [32, 0, 5], lengths, dtype, mean=mean)
 
 
 @all_kernels

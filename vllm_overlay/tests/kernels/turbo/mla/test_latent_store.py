@@ -43,6 +43,7 @@ from .latent_utils import (
     latent_head_sizes,
     latent_presets,
     latent_vectors,
+    long_mean,
 )
 from .test_latent_format import FILE, NUM_TOKENS, golden_vectors, layout_of
 
@@ -54,6 +55,7 @@ def store_by_cuda(call: LatentStoreCall, parts: int | None = None) -> None:
 TRITON = KernelUnderTest(
     "triton", triton_store.store, (requires_triton,), 200 if ON_GPU else 24
 )
+REFERENCE = KernelUnderTest("reference", reference.store, ())
 CUDA = KernelUnderTest("cuda", store_by_cuda, (requires_cuda,), 600 if ON_GPU else 40)
 TUNED = [
     CUDA._replace(name=f"cuda-{parts}", launch=partial(CUDA.launch, parts=parts))
@@ -75,14 +77,16 @@ def check_latent_bytes(
     k_pe: torch.Tensor | None,
     slots: torch.Tensor,
     block_size: int = 16,
+    mean: torch.Tensor | None = None,
 ) -> None:
     """Store into caches of 0xFF with the reference and with a kernel, and compare all
-    bytes.
+    bytes. The reference stores latents that have lost the mean.
     """
     num_blocks = slots.shape[0] * 2 // block_size + 3
     cache, expected = (latent_cache(layout, num_blocks, block_size) for _ in range(2))
-    reference.store(LatentStoreCall(expected, slots, kv_c, k_pe, layout))
-    kernel.launch(LatentStoreCall(cache, slots, kv_c, k_pe, layout))
+    own = kv_c if mean is None else (kv_c.float() - mean).to(kv_c.dtype)
+    reference.store(LatentStoreCall(expected, slots, own, k_pe, layout))
+    kernel.launch(LatentStoreCall(cache, slots, kv_c, k_pe, layout, mean))
     # The bytes between the blocks count as well.
     whole, expected_whole = (x._base for x in (cache, expected))
     assert whole is not None and torch.equal(whole, expected_whole)
@@ -112,6 +116,35 @@ def test_bytes_equal_the_reference(kernel, layout, dtype):
         # The interpreter reads subnormal numbers as zeros, although they have a scale.
         k_pe[9] = 0
     check_latent_bytes(kernel, layout, rows[:, : layout.rank], k_pe, slots)
+
+
+@by_kernel(
+    "kernel, layout, dtype",
+    [
+        (kernel, layout_of(*layout), dtype)
+        for kernel in (REFERENCE, TRITON, *TUNED)
+        for layout in (("turbo4", 576), ("turbo3", 576), ("turbo4", 256))
+        for dtype in (BF16, FP16)
+        if kernel in TUNED or (layout[1] == 256) == (dtype == FP16)
+    ],
+)
+def test_mean_is_taken_off(kernel, layout, dtype):
+    """A mean that is much longer than most latents, and latents close to it.
+
+    Some latents are not finite, and some lose more than the dtype can hold.
+    """
+    num_tokens, mean = max(kernel.num_tokens, 24), long_mean(layout)
+    rows = vectors((num_tokens, 1, layout.head_size), dtype, seed=1)[:, 0]
+    rows[12:, : layout.rank] += mean.to(dtype)
+    rows[13, : layout.rank] = (torch.finfo(dtype).max * -mean.sign()).to(dtype)
+    k_pe = rows[:, layout.rank :] if layout.rope else None
+    if k_pe is not None and dtype == BF16 and kernel is TRITON and not ON_GPU:
+        # The interpreter reads subnormal numbers as zeros, although they have a scale.
+        k_pe[9] = 0
+    slots = random_slots(num_tokens, 2 * num_tokens)
+    slots[[2, 17]] = -1
+    kv_c = rows[:, : layout.rank]
+    check_latent_bytes(kernel, layout, kv_c, k_pe, slots, mean=mean)
 
 
 @latent_presets

@@ -172,6 +172,7 @@ def decode_attention(
         batch.query_start_loc,
         call.output,
         call.lse,
+        call.rotated_mean,
         batch.num_seqs,
         batch.query_len,
         call.scale,

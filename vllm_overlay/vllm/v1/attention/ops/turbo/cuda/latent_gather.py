@@ -41,5 +41,6 @@ def gather(call: GatherCall, enable_pdl: bool = True) -> None:
         call.token_to_seq,
         call.num_tokens,
         call.seq_starts,
+        call.mean,
         enable_pdl,
     )

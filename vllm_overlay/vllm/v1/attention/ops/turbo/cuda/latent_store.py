@@ -86,6 +86,7 @@ def store(
         call.kv_c,
         call.k_pe if layout.rope else None,
         level_tables(layout, device),
+        call.mean,
         parts,
         enable_pdl,
     )

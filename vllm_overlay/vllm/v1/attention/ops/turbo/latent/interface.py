@@ -30,6 +30,8 @@ class LatentStoreCall(NamedTuple):
         k_pe: (>= T, R) of the same dtype, with rotary embedding applied; last axis
             contiguous; ignored if R is 0.
         layout: The cache's format.
+        mean: (L,) fp32, contiguous, taken off latents first; None for none. The
+            difference is rounded to the dtype of ``kv_c``.
 
     """
 
@@ -38,6 +40,7 @@ class LatentStoreCall(NamedTuple):
     kv_c: torch.Tensor
     k_pe: torch.Tensor | None
     layout: LatentFormat
+    mean: torch.Tensor | None = None
 
 
 class LatentCall(NamedTuple):
@@ -47,6 +50,11 @@ class LatentCall(NamedTuple):
     tokens. All of them are in the cache, the query tokens included. If it sees none,
     the output is zero and the LSE -inf. Pages past ``seq_lens`` have no effect on the
     result.
+
+    With a mean m, the cache has c - m for each latent c. All scores of a query q lack
+    the same q.m, so weights need nothing. Weights add up to 1, so the output gets m.
+    The LSE lacks scale * q.m. Outputs of ranks that share a context merge by such LSEs
+    as they are, because all lack the same.
 
     Attributes:
         kv_cache: (num_blocks, N, C) uint8; see ``check_pages``.
@@ -60,6 +68,8 @@ class LatentCall(NamedTuple):
         query: (T, Hq, L) bf16 or fp16, in the coordinates of the rotated latent; last
             axis contiguous.
         query_rope: (T, Hq, R) of the same dtype, last axis contiguous; None if R is 0.
+        rotated_mean: (L,) fp32, contiguous, the rotated mean of ``LatentStoreCall``,
+            added to outputs; None for none.
 
     """
 
@@ -71,6 +81,7 @@ class LatentCall(NamedTuple):
     lse: torch.Tensor
     query: torch.Tensor
     query_rope: torch.Tensor | None = None
+    rotated_mean: torch.Tensor | None = None
 
     def check(self, partials: Partials) -> int:
         """Assert the shapes and dtypes of the call and its scratch.
@@ -117,6 +128,8 @@ class GatherCall(NamedTuple):
         num_tokens: Rows of all sequences together.
         seq_starts: (>= B,) int32, positions of the sequences' first rows, not only
             multiples of N; None for zeros.
+        mean: (L,) fp32, contiguous, added to latents that are rotated back: that of
+            ``LatentStoreCall``; None for none.
 
     """
 
@@ -128,6 +141,7 @@ class GatherCall(NamedTuple):
     token_to_seq: torch.Tensor
     num_tokens: int
     seq_starts: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
 
 
 # The kinds of entry points of a set of kernels: see ``latent.kernels.LatentKernels``.

@@ -34,6 +34,7 @@ from vllm.v1.attention.ops.turbo.reference.bytes import (
     unpack_scales,
     unpack_trellis,
 )
+from vllm.v1.attention.ops.turbo.reference.cache import without_offset
 from vllm.v1.attention.ops.turbo.reference.codec import (
     dequantize_groups,
     quantize_groups,
@@ -168,10 +169,13 @@ def _rows(
 
 def store(call: LatentStoreCall) -> None:
     """A ``LatentStoreFn``, for any floating dtype."""
-    kv_cache, slot_mapping, kv_c, k_pe, layout = call
+    kv_cache, slot_mapping, kv_c, k_pe, layout = call[:5]
     kept = slot_mapping >= 0
     num_tokens = slot_mapping.shape[0]
-    index, scales = quantize_latent(kv_c[:num_tokens][kept], layout)
+    kv_c = kv_c[:num_tokens][kept]
+    if call.mean is not None:
+        kv_c = without_offset(kv_c, call.mean)
+    index, scales = quantize_latent(kv_c, layout)
     parts = [pack_latent_codes(index, layout.bits)]
     scale_parts = [pack_scales(scales, layout.scale_words)]
     if layout.rope:
@@ -234,7 +238,8 @@ def decode_attention(call: LatentCall, partials: Partials | None = None) -> None
             queries = torch.cat([queries, call.query_rope[begin:end].float()], -1)
         keys = torch.cat([latent, rope], -1)
         result = attention(queries, keys[:, None], latent[:, None], call.scale)
-        output[begin:end] = result[0].to(output.dtype)
+        own = result[0] if call.rotated_mean is None else result[0] + call.rotated_mean
+        output[begin:end] = own.to(output.dtype)
         lse[begin:end] = result[1]
 
 
@@ -249,7 +254,10 @@ def gather(call: GatherCall) -> None:
         positions = positions + call.seq_starts[seqs]
     blocks = block_table[seqs, positions // block_size].long()
     latent, rope = load(kv_cache, blocks * block_size + positions % block_size, layout)
-    rows = torch.cat([inverse_rotate(latent), rope], -1)
+    latent = inverse_rotate(latent)
+    if call.mean is not None:
+        latent += call.mean
+    rows = torch.cat([latent, rope], -1)
     output[:num_tokens] = rows.to(output.dtype)
 
 

@@ -85,6 +85,7 @@ def _merge_latent_kernel(
     output_ptr,  # [T, Hq, L]
     lse_ptr,  # [T, Hq] fp32
     query_start_loc_ptr,  # [B + 1]
+    mean_ptr,  # [L] fp32, added to outputs, or None
     num_splits,
     max_query_len,
     stride_output_token,
@@ -121,6 +122,8 @@ def _merge_latent_kernel(
     reciprocal = tl.where(total != 0, 1 / total, 0.0)
     c = tl.arange(0, RANK)
     combined = tl.zeros([RANK], tl.float32)
+    if mean_ptr is not None:
+        combined = tl.where(total != 0, tl.load(mean_ptr + c), 0.0)
     for first_split in range(0, num_splits, BLOCK_S):
         split = first_split + tl.arange(0, BLOCK_S)
         partial_row = first_partial + split * split_rows
@@ -202,6 +205,7 @@ def decode_attention(
         output,
         lse,
         batch.seq_lens if start_loc is None else start_loc,
+        call.rotated_mean,
         num_splits,
         batch.query_len,
         output.stride(0),

@@ -44,6 +44,7 @@ def _gather_latent_kernel(
     cu_seq_lens_ptr,  # [B + 1]
     token_to_seq_ptr,  # [T]
     seq_starts_ptr,  # [B], or None
+    mean_ptr,  # [L] fp32, added to latents, or None
     num_tokens,
     inverse_sqrt_l,
     stride_cache_block: tl.int64,
@@ -88,8 +89,10 @@ def _gather_latent_kernel(
             p_matrix = matrix_ptr + (k + i * CHUNK)[:, None] * RANK + c[None, :]
             rotated = tl.dot(latents[i], tl.load(p_matrix), rotated)
         p_output = output_row[:, None] + c[None, :]
-        rotated = (rotated * inverse_sqrt_l).to(dtype)
-        tl.store(p_output, rotated, mask=inside[:, None])
+        rotated *= inverse_sqrt_l
+        if mean_ptr is not None:
+            rotated += tl.load(mean_ptr + c)[None, :]
+        tl.store(p_output, rotated.to(dtype), mask=inside[:, None])
     if LAYOUT.rope > 0:
         rope = load_ropes(tile_ptr, token, LAYOUT)
         rope = (rope.to(tl.float32) * ROPE_UNIT).to(dtype)
@@ -116,6 +119,7 @@ def gather(call: GatherCall) -> None:
         call.cu_seq_lens,
         call.token_to_seq,
         call.seq_starts,
+        call.mean,
         num_tokens,
         inverse_sqrt(layout.rank),
         kv_cache.stride(0),

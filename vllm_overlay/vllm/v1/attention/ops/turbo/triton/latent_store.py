@@ -85,6 +85,7 @@ def _store_latent_kernel(
     slot_mapping_ptr,  # [T]
     matrix_ptr,  # [L, L] fp16, from ``encoder_matrix``
     scratch_ptr,  # [T, L] fp32, or None
+    mean_ptr,  # [L] fp32, taken off latents, or None
     num_tokens,
     inverse_sqrt_l,
     block_size,
@@ -111,6 +112,7 @@ def _store_latent_kernel(
     tile_ptr, token = tile_pointers(page_ptr, slot % block_size, TILE_BYTES)
     if tl.program_id(1) == 0:
         row_ptr = None if scratch_ptr is None else scratch_ptr + t * RANK
+        offset_ptr = None if mean_ptr is None else mean_ptr + t * 0
         # Three-bit codes need either a step for each code, or the scratch.
         OWN_FOLD: tl.constexpr = FOLD if BITS == 4 or scratch_ptr is not None else 1
         encode_vectors(
@@ -130,6 +132,7 @@ def _store_latent_kernel(
             RANK,
             RANK // 8,
             OWN_FOLD,
+            offset_ptr,
             IS_LATENT=True,
         )
     elif k_pe_ptr is not None:
@@ -180,7 +183,7 @@ def store_sizes(layout: LatentFormat) -> list[int]:
 
 def store(call: LatentStoreCall) -> None:
     """A ``LatentStoreFn``."""
-    kv_cache, slot_mapping, kv_c, k_pe, layout = call
+    kv_cache, slot_mapping, kv_c, k_pe, layout = call[:5]
     num_tokens, rank = slot_mapping.shape[0], layout.rank
     check_pages(kv_cache, layout)
     assert kv_c.shape[0] >= num_tokens and kv_c.shape[1] == rank, kv_c.shape
@@ -206,6 +209,7 @@ def store(call: LatentStoreCall) -> None:
         slot_mapping,
         encoder_matrix(rank, kv_cache.device),
         scratch,
+        call.mean,
         num_tokens,
         inverse_sqrt(rank),
         kv_cache.shape[1],

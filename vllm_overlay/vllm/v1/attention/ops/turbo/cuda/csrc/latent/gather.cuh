@@ -24,6 +24,7 @@ struct LatentGatherParams {
   const int* cu_seq_lens;   // [B + 1], first rows of sequences
   const int* token_to_seq;  // [T]
   const int* seq_starts;    // [B], positions of first rows, or null: zeros
+  const float* mean;        // [LATENT_RANK], added to latents, or null: none
   int64_t stride_cache_block;
   int64_t stride_output_token;
   int stride_block_table;
@@ -140,7 +141,12 @@ __global__ void __launch_bounds__(kGatherThreads)
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
       x[j][i] = signs.apply(x[j][i] * kNormaliser, j, i);
-    store_vector(output + 128 * j + kVector * lane, x[j]);
+    const int first = 128 * j + kVector * lane;
+    if (p.mean != nullptr) {
+      const float4 m = __ldg(reinterpret_cast<const float4*>(p.mean + first));
+      x[j][0] += m.x, x[j][1] += m.y, x[j][2] += m.z, x[j][3] += m.w;
+    }
+    store_vector(output + first, x[j]);
   }
 }
 

@@ -98,7 +98,8 @@ LatentParams params_of(const TensorView& query,
 LatentMergeParams merge_params_of(const LatentParams& p,
                                   const TensorView& query,
                                   const TensorView& output,
-                                  const TensorView& lse) {
+                                  const TensorView& lse,
+                                  const Optional<TensorView>& mean) {
   turbo::check_vectors("output", output, LATENT_RANK);
   turbo::check_size("output", output, 0, query.size(0));
   turbo::check_size("output", output, 1, query.size(1));
@@ -111,6 +112,7 @@ LatentMergeParams merge_params_of(const LatentParams& p,
   m.query_start_loc = p.query_start_loc;
   m.output = output.data_ptr();
   m.lse = static_cast<float*>(lse.data_ptr());
+  m.mean = turbo::latent_mean_of("rotated_mean", mean, query.device());
   m.output_strides = turbo::strides_of(output);
   m.lse_strides = turbo::strides_of(lse);
   m.num_heads = p.num_heads;
@@ -136,12 +138,14 @@ void latent_decode(TensorView query, Optional<TensorView> query_rope,
                    TensorView kv_cache, TensorView block_table,
                    TensorView seq_lens, TensorView partial,
                    TensorView partial_lse, Optional<TensorView> query_start_loc,
-                   TensorView output, TensorView lse, int64_t num_seqs,
+                   TensorView output, TensorView lse,
+                   Optional<TensorView> rotated_mean, int64_t num_seqs,
                    int64_t query_len, double scale, bool enable_pdl) {
   const LatentParams p =
       params_of(query, query_rope, kv_cache, block_table, seq_lens, partial,
                 partial_lse, query_start_loc, num_seqs, query_len, scale);
-  const LatentMergeParams m = merge_params_of(p, query, output, lse);
+  const LatentMergeParams m =
+      merge_params_of(p, query, output, lse, rotated_mean);
   const MergeKernel merge = merge_of(output.dtype());
   const DLDevice device = kv_cache.device();
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);

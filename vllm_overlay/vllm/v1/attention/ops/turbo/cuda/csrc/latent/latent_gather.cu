@@ -29,7 +29,8 @@ GatherKernel kernel_of(DLDataType dtype) {
 void latent_gather(TensorView kv_cache, TensorView output,
                    TensorView block_table, TensorView cu_seq_lens,
                    TensorView token_to_seq, int64_t num_tokens,
-                   Optional<TensorView> seq_starts, bool enable_pdl) {
+                   Optional<TensorView> seq_starts, Optional<TensorView> mean,
+                   bool enable_pdl) {
   const DLDevice device = kv_cache.device();
   turbo::check_latent_pages(kv_cache);
   turbo::check_device(device, kv_cache, output, block_table, cu_seq_lens,
@@ -53,6 +54,7 @@ void latent_gather(TensorView kv_cache, TensorView output,
     turbo::check_device(device, seq_starts.value());
     p.seq_starts = turbo::ints_of("seq_starts", seq_starts.value(), 1);
   }
+  p.mean = turbo::latent_mean_of("mean", mean, device);
   p.stride_cache_block = kv_cache.stride(0);
   p.stride_output_token = output.stride(0);
   p.stride_block_table = turbo::to_int("block_table", block_table.stride(0));

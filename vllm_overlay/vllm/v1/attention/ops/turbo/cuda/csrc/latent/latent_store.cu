@@ -46,8 +46,8 @@ void launch_store(turbo::LatentStoreParams p, bool is_bf16, DLDevice device,
 
 // See LatentStoreParams and latent_store.py for shapes and dtypes.
 void latent_store(TensorView kv_cache, TensorView slot_mapping, TensorView kv_c,
-                  Optional<TensorView> k_pe, TensorView tables, int64_t parts,
-                  bool enable_pdl) {
+                  Optional<TensorView> k_pe, TensorView tables,
+                  Optional<TensorView> mean, int64_t parts, bool enable_pdl) {
   const DLDevice device = kv_cache.device();
   turbo::check_latent_pages(kv_cache);
   turbo::to_int("kv_cache", kv_cache.size(0) * kv_cache.size(1));  // slots
@@ -73,6 +73,7 @@ void latent_store(TensorView kv_cache, TensorView slot_mapping, TensorView kv_c,
   p.kv_cache = static_cast<uint8_t*>(kv_cache.data_ptr());
   p.slot_mapping = slots;
   p.tables = static_cast<const uint4*>(tables.data_ptr());
+  p.mean = turbo::latent_mean_of("mean", mean, device);
   p.stride_cache_block = kv_cache.stride(0);
   p.num_tokens = turbo::to_int("slot_mapping", num_tokens);
   if (p.num_tokens == 0) return;

@@ -25,6 +25,7 @@ struct LatentMergeParams {
   const float* partial;        // [B, S, Q, Hq, LATENT_RANK]
   const float* partial_lse;    // [B, S, Q, Hq], base 2
   const int* query_start_loc;  // [B + 1], or null: T = B * Q
+  const float* mean;           // [LATENT_RANK], added to outputs, or null: none
   void* output;                // [T, Hq, LATENT_RANK]
   float* lse;                  // [T, Hq], base e
   Strides output_strides, lse_strides;
@@ -84,6 +85,9 @@ __device__ __forceinline__ void latent_merge(const LatentMergeParams& p) {
   const int64_t stride = int64_t(num_rows) * LATENT_RANK;
   float4 sum = {};
   const int count = shared_count;
+  // The last group has the fewest splits. A row without tokens stays zero.
+  if (p.mean != nullptr && group == kMergeSplits - 1 && count > 0)
+    sum = __ldg(reinterpret_cast<const float4*>(p.mean) + place);
 #pragma unroll 4
   for (int s = group; s < count; s += kMergeSplits) {
     const float weight = weights[s];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Checks of MLA's pages in entry points, on the host.
+// Checks of MLA's pages and mean in entry points, on the host.
 #pragma once
 
 #include "common/tensors.cuh"
@@ -21,6 +21,19 @@ inline void check_latent_pages(const TensorView& x) {
       << x.size(2);
   check_stride("kv_cache", x, 0, kPageAlignment);
   check_address("kv_cache", x, kPageAlignment);
+}
+
+// Check the mean of latents, [LATENT_RANK] of fp32; null for none.
+inline const float* latent_mean_of(const char* name,
+                                   const Optional<TensorView>& mean,
+                                   DLDevice device) {
+  if (!mean.has_value()) return nullptr;
+  const TensorView& x = mean.value();
+  check_device(device, x);
+  check_shape(name, x, kFloat32, {LATENT_RANK});
+  check_last_axis(name, x);
+  check_address(name, x, sizeof(float4));
+  return static_cast<const float*>(x.data_ptr());
 }
 
 }  // namespace turbo

@@ -81,20 +81,50 @@ __device__ __forceinline__ void transform(float (&x)[kElements]) {
   for (int i = 0; i < kElements; ++i) x[i] = __fadd_rn(x[i], 0.0f);
 }
 
+// A lane's coordinates of the mean that is taken off latents.
+template <typename Input>
+struct LaneMean {
+  float4 x[Input::kBlocks];
+
+  // mean: [LATENT_RANK]
+  __device__ __forceinline__ void load(const float* mean) {
+#pragma unroll
+    for (int i = 0; i < Input::kBlocks; ++i)
+      x[i] = __ldg(
+          reinterpret_cast<const float4*>(mean + Input::coordinate_of(i)));
+  }
+
+  template <bool kIsBf16>
+  __device__ __forceinline__ void take_off(Input& input) const {
+#pragma unroll
+    for (int i = 0; i < Input::kBlocks; ++i) {
+      const uint2 pairs = without_offset<kIsBf16>(
+          make_uint2(input.x[i][0], input.x[i][1]), x[i]);
+      input.x[i][0] = pairs.x;
+      input.x[i][1] = pairs.y;
+    }
+  }
+};
+
 // A latent that kSingleWarps warps share. Each loads all of it and goes on with
 // 128 coordinates. A lane then has the four from 4 * lane on.
 struct PartsInput {
-  uint32_t x[kChunks][2];
+  static constexpr int kBlocks = kChunks;
+  uint32_t x[kBlocks][2];
   Signs signs;
+
+  // The first coordinate of a lane's block of four.
+  static __device__ __forceinline__ int coordinate_of(int block) {
+    return 128 * block + kVector * int(threadIdx.x % 32);
+  }
 
   __device__ __forceinline__ PartsInput() : signs(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void load(const uint16_t* row) {
-    const int first = kVector * (threadIdx.x % 32);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < kBlocks; ++i) {
       const uint2 pairs =
-          __ldcg(reinterpret_cast<const uint2*>(row + 128 * i + first));
+          __ldcg(reinterpret_cast<const uint2*>(row + coordinate_of(i)));
       x[i][0] = pairs.x;
       x[i][1] = pairs.y;
     }
@@ -134,14 +164,18 @@ struct GroupInput {
   uint32_t x[kBlocks][2];
   uint32_t signs;
 
+  // The first coordinate of a lane's block of four.
+  static __device__ __forceinline__ int coordinate_of(int block) {
+    return SCALE_GROUP * group_of_lane<1>(0) + kVector * block;
+  }
+
   __device__ __forceinline__ GroupInput() {
     const int group = group_of_lane<1>(0);
     signs = kRotationSigns[group / 2] >> (group % 2 * SCALE_GROUP);
   }
 
   __device__ __forceinline__ void load(const uint16_t* row) {
-    const auto* words =
-        reinterpret_cast<const uint4*>(row + SCALE_GROUP * group_of_lane<1>(0));
+    const auto* words = reinterpret_cast<const uint4*>(row + coordinate_of(0));
 #pragma unroll
     for (int i = 0; i < kBlocks / 2; ++i) {
       const uint4 w = __ldcg(words + i);

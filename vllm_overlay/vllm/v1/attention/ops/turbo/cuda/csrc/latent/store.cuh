@@ -19,6 +19,7 @@ struct LatentStoreParams {
   uint8_t* kv_cache = nullptr;            // [num_blocks, N, C]
   const int64_t* slot_mapping = nullptr;  // [T], below 2**31
   const uint4* tables = nullptr;          // SideTables<true>
+  const float* mean = nullptr;            // [LATENT_RANK], or null: none
   int64_t stride_kv_c_token = 0;
   int64_t stride_k_pe_token = 0;
   int64_t stride_cache_block = 0;
@@ -97,9 +98,12 @@ __device__ __forceinline__ void store_latents(const LatentStoreParams& p,
   // Loads take long, so all are issued before the barrier.
   const int slot = slot_of(p, row);
   input.load(p.kv_c + min(row, p.num_tokens - 1) * p.stride_kv_c_token);
+  LaneMean<typename Share::Input> mean;
+  if (p.mean != nullptr) mean.load(p.mean);
   load_tables(p, tables);
   // The warps of a latent end together.
   if (!__any_sync(~0u, slot >= 0)) return;
+  if (p.mean != nullptr) mean.template take_off<kIsBf16>(input);
   float y[1][Share::kElements];
   int exponent;
   input.template rotate<kIsBf16>(y, exponent);

@@ -56,8 +56,7 @@ struct Input {
 // Four numbers less those of an offset. Each is rounded once to fp32 and once
 // to the input's dtype.
 template <bool kIsBf16>
-__device__ __forceinline__ uint2 without_offset(uint2 x, const float* offset) {
-  const float4 m = __ldg(reinterpret_cast<const float4*>(offset));
+__device__ __forceinline__ uint2 without_offset(uint2 x, float4 m) {
   const auto less = [](uint32_t pair, float low, float high) {
     const float a = __fsub_rn(Input<kIsBf16>::low(pair), low);
     const float b = __fsub_rn(Input<kIsBf16>::high(pair), high);
@@ -68,6 +67,12 @@ __device__ __forceinline__ uint2 without_offset(uint2 x, const float* offset) {
     }
   };
   return make_uint2(less(x.x, m.x, m.y), less(x.y, m.z, m.w));
+}
+
+template <bool kIsBf16>
+__device__ __forceinline__ uint2 without_offset(uint2 x, const float* offset) {
+  return without_offset<kIsBf16>(
+      x, __ldg(reinterpret_cast<const float4*>(offset)));
 }
 
 // The bits of the largest magnitude in a lane.
