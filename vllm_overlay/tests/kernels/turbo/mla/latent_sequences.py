@@ -120,6 +120,7 @@ class Latents:
     Attributes:
         query: (T, Hq, L), a view with gaps between heads.
         query_rope: (T, Hq, R), such a view; None if the layout has no rotary keys.
+        rotated_mean: (L,) fp32, added to outputs; None at first.
 
     """
 
@@ -148,6 +149,7 @@ class Latents:
         if layout.rope:
             rope = gaussian(self.starts[-1], num_heads, 192, dtype=dtype, seed=8)
             self.query_rope = rope[..., -layout.rope :]
+        self.rotated_mean: torch.Tensor | None = None
 
     def call(self, dtype: torch.dtype, scale: float = SCALE) -> LatentCall:
         """A call with NaN in the outputs."""
@@ -160,7 +162,8 @@ class Latents:
         output = torch.full_like(self.query, math.nan, dtype=dtype)
         lse = torch.full(self.query.shape[:2], math.nan, device=DEVICE)
         pages = self.cache, self.layout, batch
-        return LatentCall(*pages, scale, output, lse, self.query, self.query_rope)
+        query = self.query, self.query_rope
+        return LatentCall(*pages, scale, output, lse, *query, self.rotated_mean)
 
     def attend(
         self,

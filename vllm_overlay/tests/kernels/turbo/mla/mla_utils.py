@@ -138,13 +138,14 @@ class MLABatch:
         layout = layer.impl.runner.layout
         batch = cls.of_vectors(layer, requests, layout.rank, layout.rope, padding)
         batch.cache = latent_cache(layout, len(batch.cache), BLOCK_SIZE)
+        mean = layer.impl.runner.mean
+        if mean is not None:
+            batch.latents = [(x + mean.latent.to(x), y) for x, y in batch.latents]
+            batch.kv_c += mean.latent.to(batch.kv_c)
         for (_, context), slots, (latent, rope) in zip(
             requests, batch.slots, batch.latents
         ):
-            parts = latent[:context], rope[:context] if layout.rope else None
-            reference.store(
-                LatentStoreCall(batch.cache, slots[:context], *parts, layout)
-            )
+            batch.store(batch.cache, slots[:context], latent[:context], rope[:context])
         return batch
 
     @classmethod
@@ -212,11 +213,26 @@ class MLABatch:
             output = self.layer(self.query.clone(), self.kv_c, self.k_pe, shape)
         return output.view(-1, NUM_HEADS, V_SIZE)
 
+    def store(
+        self,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+    ) -> None:
+        """Store (T, L) and (T, R) at slots as the layer does, by the reference."""
+        layout, mean = self.layer.impl.runner.layout, self.layer.impl.runner.mean
+        parts = slots, latent, rope if layout.rope else None, layout
+        own = None if mean is None else mean.latent
+        reference.store(LatentStoreCall(cache, *parts, own))
+
     def stored(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All stored latents of a request, rotated back, and its rotary keys."""
         layout = self.layer.impl.runner.layout
         latent, rope = reference.load(self.cache, self.slots[row], layout)
-        return inverse_rotate(latent), rope
+        mean = self.layer.impl.runner.mean
+        latent = inverse_rotate(latent)
+        return latent if mean is None else latent + mean.latent, rope
 
     def expected(self, raw_from: int | None) -> torch.Tensor:
         """The output in fp32, (T, Hq, V), without absorption, over the cache's tokens.

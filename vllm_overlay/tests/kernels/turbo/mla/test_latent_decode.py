@@ -23,6 +23,7 @@ from vllm.v1.attention.ops.turbo.triton import latent_decode as triton_decode
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from ..attention_utils import assert_within
+from ..kernel_under_test import Kernel
 from ..utils import (
     BF16,
     DEVICE,
@@ -50,9 +51,11 @@ from .latent_utils import (
     fill_latent_cache,
     latent_cache,
     latent_presets,
+    long_mean,
     random_latent_pages,
 )
 
+REFERENCE = Kernel("reference", latent_reference.decode_attention, None, marks=())
 # A plan whose teams take tiles in pairs.
 PAIRS = by_plan(Plan(8, 2, 0, teams=2, tiles=2, held=1, is_bulk=False))
 # Query tokens of each sequence.
@@ -160,6 +163,26 @@ def test_padding(kernel):
     output, lse = batch.check(kernel)
     unseen = [0, 1, 4, 6, 7]
     assert (output[unseen] == 0).all() and (lse[unseen] == -math.inf).all()
+
+
+@pytest.mark.parametrize("kernel", [x.case() for x in (REFERENCE, TRITON, *SOME_PLANS)])
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_mean_is_added_to_outputs(kernel, dtype):
+    """Outputs get a mean that is much longer than the latents, unless they see none.
+    The LSE has nothing of it.
+    """
+    batch = Latents(SMALL, [0, 20, 300, 1, 0], [2, 1, 3, 2, 2], dtype=FP16)
+    plain, plain_lse = batch.attend(kernel, 3, FP32)
+    mean = batch.rotated_mean = long_mean(SMALL)
+    output, lse = batch.attend(kernel, 3, dtype)
+    assert torch.equal(lse, plain_lse)
+    unseen = (lse == -math.inf)[:, 0]
+    assert unseen.tolist() == [True] * 2 + [False] * 4 + [True, False] + [True] * 2
+    assert (output[unseen] == 0).all()
+    rounding = 2.0**-11 if dtype == FP16 else 2.0**-22
+    expected = (plain + mean)[~unseen]
+    allowed = rounding * (expected.abs() + mean.abs())
+    assert_within(output[~unseen].float(), expected, allowed)
 
 
 @kernels

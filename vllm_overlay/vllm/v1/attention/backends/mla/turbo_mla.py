@@ -295,7 +295,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             chunk.num_context_tokens,
             chunk.starts,
         )
-        self.runner.entry_points.gather(call)
+        self.runner.gather(call)
 
     def forward_mha(  # type: ignore[override]
         self,
@@ -350,5 +350,5 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             num_tokens,
             None if context is None else context.context_lens,
         )
-        self.runner.entry_points.gather(call)
+        self.runner.gather(call)
         return rows

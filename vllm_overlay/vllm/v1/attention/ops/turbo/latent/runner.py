@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo.interface import (
@@ -14,8 +15,13 @@ from vllm.v1.attention.ops.turbo.interface import (
 )
 from vllm.v1.attention.ops.turbo.latent.choose import LatentSource
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
-from vllm.v1.attention.ops.turbo.latent.interface import LatentCall, LatentStoreCall
+from vllm.v1.attention.ops.turbo.latent.interface import (
+    GatherCall,
+    LatentCall,
+    LatentStoreCall,
+)
 from vllm.v1.attention.ops.turbo.latent.kernels import LatentKernels
+from vllm.v1.attention.ops.turbo.latent.mean import LatentMean, register_latent_mean
 from vllm.v1.attention.ops.turbo.layer.base import Runner, decode_query_len
 from vllm.v1.attention.ops.turbo.layer.scratch import take_scratch
 from vllm.v1.attention.ops.turbo.planning.decode import (
@@ -117,6 +123,7 @@ class LatentRunner(Runner[LatentKernels]):
         layout: The cache's format.
         decode_len: The most query tokens of a decode request.
         max_query_len: The most query tokens of a request that attends to packed pages.
+        mean: The mean that latents lose when they are stored; None for none.
 
     """
 
@@ -132,6 +139,30 @@ class LatentRunner(Runner[LatentKernels]):
         self.layout = layout
         self.decode_len = decode_query_len(vllm_config)
         self.max_query_len = absorbed_query_len(vllm_config)
+        self.mean: LatentMean | None = None
+
+    def set_latent_mean(
+        self, layer: nn.Module, mean: torch.Tensor, device: torch.device
+    ) -> None:
+        """Take a mean off latents before they are stored.
+
+        It is called when weights have been loaded, before the profile run, which
+        launches the kernels for layers with a mean. Pages that were stored before do
+        not fit. All ranks that share the layer set the same mean, because all store the
+        same latents. A later call changes the numbers in place, because CUDA graphs
+        read them at this address.
+
+        Args:
+            layer: The layer of this runner, which gets a buffer.
+            mean: (L,) of any floating dtype, on any device.
+            device: The device of the kernels.
+
+        Raises:
+            ValueError: If the mean is not finite.
+
+        """
+        assert mean.shape == (self.layout.rank,), (mean.shape, self.layout)
+        self.mean = register_latent_mean(layer, mean, device)
 
     @property
     def source(self) -> LatentSource:
@@ -146,6 +177,7 @@ class LatentRunner(Runner[LatentKernels]):
             self.decode_len,
             self.max_query_len,
             self.max_num_tokens,
+            self.mean is not None,
         )
 
     def num_splits(
@@ -196,6 +228,7 @@ class LatentRunner(Runner[LatentKernels]):
                 lse[own],
                 query[own],
                 query_rope[own] if self.layout.rope else None,
+                None if self.mean is None else self.mean.rotated,
             )
             partials = Partials(*(tensor[:count] for tensor in scratch))
             self.entry_points.decode_attention(call, partials)
@@ -209,8 +242,15 @@ class LatentRunner(Runner[LatentKernels]):
     ) -> None:
         """Store tokens: see ``LatentStoreCall``."""
         rope = k_pe if self.layout.rope else None
-        call = LatentStoreCall(kv_cache, slot_mapping, kv_c, rope, self.layout)
+        mean = None if self.mean is None else self.mean.latent
+        call = LatentStoreCall(kv_cache, slot_mapping, kv_c, rope, self.layout, mean)
         self.entry_points.store(call)
+
+    def gather(self, call: GatherCall) -> None:
+        """Dequantise tokens: see ``GatherCall``, whose mean is the layer's."""
+        if self.mean is not None:
+            call = call._replace(mean=self.mean.latent)
+        self.entry_points.gather(call)
 
     def partials_specs(self, num_partials: int) -> TensorSpecs:
         """Shapes and dtypes of the results of splits."""

@@ -64,7 +64,7 @@ def _run_attention(
         num_tokens,
         torch.zeros(num_seqs, dtype=torch.int32, device=device),
     )
-    runner.entry_points.gather(call)
+    runner.gather(call)
 
 
 def _run_store(runner: LatentRunner, kv_cache: torch.Tensor, num_tokens: int) -> None:

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The identity of turbo pages: all that determines their bytes, besides their dtype.
 
-It is the layout's version. If a model has an offset of K, or layers in several dtypes,
-it also has a digest of these. The digest is of the whole model, whatever ranks its
-layers and heads are divided among. Engines with the same identity may exchange pages,
-and find each other's pages where they are kept.
+It is the layout's version. If a model has an offset of K, a mean of latents, or layers
+in several dtypes, it also has a digest of these. The digest is of the whole model,
+whatever ranks its layers and heads are divided among. Engines with the same identity
+may exchange pages, and find each other's pages where they are kept.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION, is_turbo_cache_dt
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-# The dtype of each layer, and the digests of its KV heads' offsets, if it has any.
+# The dtype of each layer, and the digests of its KV heads' offsets or of its latents'
+# mean, if it has any.
 LayerFormats = dict[str, tuple[str, list[str]]]
 
 
@@ -37,7 +38,13 @@ def _own_formats(
     formats: LayerFormats = {}
     latents = get_layers_from_vllm_config(vllm_config, MLAAttention)
     for name in sorted(names & latents.keys()):
-        formats[name] = latents[name].kv_cache_dtype, []
+        means: list[str] = []
+        if is_turbo_cache_dtype(latents[name].kv_cache_dtype):
+            mean = latents[name].impl.runner.mean
+            # All ranks have the same latents, so the first one counts.
+            if mean is not None and tp_rank == 0:
+                means = [key_offset.digest([mean.latent])]
+        formats[name] = latents[name].kv_cache_dtype, means
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     for name in sorted(names & layers.keys()):
         heads: list[str] = []

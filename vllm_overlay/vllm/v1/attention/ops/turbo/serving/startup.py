@@ -255,10 +255,17 @@ def describe_latent_cache(impls: list[TurboLatentImpl]) -> str:
     unpacked = sum(2 * impl.head_size for impl in impls)
     workspace = max(impl.runner.workspace_bytes for impl in impls)
     seen = "stored" if impls[0].runner.stored else "raw"
+    means = [impl.runner.mean for impl in impls]
+    latents = [None if mean is None else mean.latent for mean in means]
+    mean = ""
+    if any(x is not None for x in latents):
+        count = sum(x is not None for x in latents)
+        digest = key_offset.digest(latents)
+        mean = f"; latents' mean: {count} of {len(impls)} layers ({digest})"
     return (
         f"KV cache {impls[0].kv_cache_dtype}: {layers}, {unpacked / packed:.2f} times "
         f"fewer than in bf16; {workspace / 2**20:.1f} MiB of workspace; prefill "
-        f"attends to {seen} latents."
+        f"attends to {seen} latents{mean}."
     )
 
 

@@ -12,6 +12,9 @@ namespace turbo {
 
 constexpr int kGatherThreads = 256;
 constexpr int kGatherWarps = kGatherThreads / 32;
+// Blocks of a multiprocessor that registers leave room for; 0 for no bound. The
+// compiler takes more registers for three-bit codes without one.
+constexpr int kLeastGatherBlocks = LATENT_BITS == 4 ? 0 : 6;
 static_assert(HEAD_SIZE == LATENT_RANK && kLanes == 32);
 static_assert(128 / SCALE_GROUP == SCALE_WORD_GROUPS && SCALE_DELTA_STEP == 1 &&
                   SCALE_WORD_BYTES == 4,
@@ -108,7 +111,7 @@ __device__ __forceinline__ void gather_rope(T* output, const uint8_t* tile,
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kGatherThreads)
+__global__ void __launch_bounds__(kGatherThreads, kLeastGatherBlocks)
     latent_gather_kernel(const __grid_constant__ LatentGatherParams p) {
   const int lane = threadIdx.x % 32;
   const int row = int(blockIdx.x) * kGatherWarps + int(threadIdx.x) / 32;
@@ -141,12 +144,13 @@ __global__ void __launch_bounds__(kGatherThreads)
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
       x[j][i] = signs.apply(x[j][i] * kNormaliser, j, i);
-    const int first = 128 * j + kVector * lane;
     if (p.mean != nullptr) {
-      const float4 m = __ldg(reinterpret_cast<const float4*>(p.mean + first));
-      x[j][0] += m.x, x[j][1] += m.y, x[j][2] += m.z, x[j][3] += m.w;
+      // One by one, because a vector load takes more registers.
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        x[j][i] += __ldg(p.mean + 128 * j + kVector * lane + i);
     }
-    store_vector(output + first, x[j]);
+    store_vector(output + 128 * j + kVector * lane, x[j]);
   }
 }
 
