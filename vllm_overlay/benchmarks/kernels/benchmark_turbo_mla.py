@@ -59,6 +59,7 @@ ARMS: dict[str, Callable[..., Arm]] = {
     "fp8": partial(FlashMLAArm, fp8=True),
     "fp8_triton": partial(TritonArm, fp8=True),
     **{dtype: partial(TurboArm, cache_dtype=dtype) for dtype in TURBO_DTYPES},
+    "turbo4_mean": partial(TurboArm, cache_dtype="turbo4", has_mean=True),
     **{
         f"{dtype}_triton": partial(TurboArm, cache_dtype=dtype, kernels="triton")
         for dtype in TURBO_DTYPES

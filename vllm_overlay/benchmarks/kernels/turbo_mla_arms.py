@@ -354,7 +354,7 @@ def kernels_of_plans(name: str) -> Any:
 
 class TurboArm(Arm):
     """Packed latents in rotated coordinates. The layer's weights rotate queries, and
-    rotate outputs back.
+    rotate outputs back. With ``has_mean`` latents lose a mean when they are stored.
     """
 
     def __init__(
@@ -363,6 +363,7 @@ class TurboArm(Arm):
         cache_dtype: str,
         kernels: str = "auto",
         cache: torch.Tensor | None = None,
+        has_mean: bool = False,
     ) -> None:
         super().__init__(batch)
         from vllm.v1.attention.ops.turbo.choose import choose_kernels
@@ -381,13 +382,19 @@ class TurboArm(Arm):
         if cache is None:
             cache = torch.zeros(size, dtype=torch.uint8, device=batch.device)
         self.cache = cache
+        self.mean = self.rotated_mean = None
+        if has_mean:
+            from vllm.v1.attention.ops.turbo.latent.mean import with_rotation
+
+            rows = with_rotation(torch.full((RANK,), 0.5)).to(batch.device)
+            self.mean, self.rotated_mean = rows.unbind()
 
     def write(
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor
     ) -> None:
         from vllm.v1.attention.ops.turbo.latent.interface import LatentStoreCall
 
-        call = LatentStoreCall(self.cache, slots, kv_c, k_pe, self.layout)
+        call = LatentStoreCall(self.cache, slots, kv_c, k_pe, self.layout, self.mean)
         self.kernels.store(call)
 
     def gather(self, chunk: Chunk, output: torch.Tensor) -> None:
@@ -402,6 +409,7 @@ class TurboArm(Arm):
             chunk.token_to_seq,
             chunk.num_tokens,
             chunk.starts,
+            self.mean,
         )
         self.kernels.gather(call)
 
@@ -444,6 +452,6 @@ class TurboArm(Arm):
         batch, partials = self.calls
         scale = self.batch.shape.scale
         pages = self.cache, self.layout, batch
-        call = LatentCall(*pages, scale, output, lse, query, rope)
+        call = LatentCall(*pages, scale, output, lse, query, rope, self.rotated_mean)
         self.kernels.decode_attention(call, partials)
         return output

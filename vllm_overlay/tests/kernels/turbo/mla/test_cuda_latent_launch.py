@@ -29,6 +29,7 @@ from ..utils import (
     requires_cuda,
     requires_nvidia,
 )
+from .latent_sequences import SOME_PLANS, Latents
 from .latent_utils import latent_cache, latent_presets, latent_vectors
 from .test_latent_format import layout_of
 from .test_latent_gather import arguments
@@ -111,6 +112,31 @@ def test_outputs_that_the_kernel_does_not_take():
         call = GatherCall(cache, output, table, LAYOUT, *arguments([num_tokens], None))
         with pytest.raises(ValueError, match=f"output: {message}"):
             latent_gather.gather(call)
+
+
+@requires_cuda
+def test_means_that_the_kernels_do_not_take():
+    cache = latent_cache(LAYOUT, 1, 16)
+    kv_c, k_pe = latent_vectors(LAYOUT, 3)
+    slots = torch.arange(3, device=DEVICE)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    rows = torch.empty(3, 320, dtype=BF16, device=DEVICE)
+    numbers = torch.zeros(512, device=DEVICE)
+    for mean, error, message in (
+        (numbers[:255], ValueError, "255 along axis 0, not 256"),
+        (numbers[1:257], ValueError, "its address"),
+        (numbers[::2], ValueError, "the last axis is not contiguous"),
+        (numbers[:256].bfloat16(), TypeError, "dtype bfloat16"),
+    ):
+        with pytest.raises(error, match=f"mean: {message}"):
+            latent_store.store(LatentStoreCall(cache, slots, kv_c, k_pe, LAYOUT, mean))
+        call = GatherCall(cache, rows, table, LAYOUT, *arguments([3], None), mean)
+        with pytest.raises(error, match=f"mean: {message}"):
+            latent_gather.gather(call)
+        batch = Latents(LAYOUT, [3])
+        batch.rotated_mean = mean
+        with pytest.raises(error, match=f"rotated_mean: {message}"):
+            batch.attend(SOME_PLANS[0])
 
 
 @requires_nvcc
