@@ -8,8 +8,13 @@ import math
 import pytest
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
 from vllm.v1.attention.ops.turbo.latent.mean import BUFFER, with_rotation
@@ -110,6 +115,26 @@ def test_a_later_mean_is_set_in_place(folder):
     runner.set_latent_mean(layer, other, DEVICE)
     assert [x.data_ptr() for x in runner.mean] == addresses
     assert torch.equal(torch.stack(list(runner.mean)).cpu(), with_rotation(other))
+
+
+def test_reloads_and_sleep_leave_the_mean(folder):
+    """Neither changes the tensors that kernels read."""
+    config = make_mla_config(folder)
+    layer = make_mla_layer(config)
+    runner = layer.impl.runner
+    record_metadata_for_reloading(layer)
+    runner.set_latent_mean(layer, long_mean(runner.layout), DEVICE)
+    before = [x.clone() for x in runner.mean]
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(layer)
+        finalize_layerwise_reload(layer, config.model_config)
+    addresses = [x.data_ptr() for x in runner.mean]
+    assert getattr(layer, BUFFER).data_ptr() == addresses[0]
+    kept = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    getattr(layer, BUFFER).fill_(math.nan)
+    for name, buffer in layer.named_buffers():
+        buffer.data.copy_(kept[name])
+    assert all(map(torch.equal, runner.mean, before))
 
 
 def test_means_that_are_refused(folder):
