@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ LONGEST = (
     "test_model_benchmark.py",
 )
 NUM_LEFT_OUT = pytest.StashKey[int]()
+CACHE = pytest.StashKey[str]()
 LEFT_OUT = "tests of the matrix left out"
 
 
@@ -42,6 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     marker = "matrix: one of many like it, which is run with --all alone"
     config.addinivalue_line("markers", marker)
+    # Engines keep means of K in vLLM's cache, and workers share one that is not the
+    # user's.
+    if not hasattr(config, "workerinput"):
+        config.stash[CACHE] = os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if CACHE in config.stash:
+        shutil.rmtree(config.stash[CACHE])
 
 
 def pytest_collection_modifyitems(

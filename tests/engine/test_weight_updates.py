@@ -44,8 +44,11 @@ def result(jobs: Jobs, folders: dict[str, str]) -> dict[str, Any]:
         return Call(prompts, MAX_TOKENS, loaded=folder, way=way, forgets=forgets)
 
     def engine(dtype: str, calls: dict[str, Call], **options: Any) -> Engine:
-        args = {"kv_cache_dtype": dtype, "enable_prefix_caching": True}
-        if not options.get("model"):
+        args: dict[str, Any] = {"kv_cache_dtype": dtype, "enable_prefix_caching": True}
+        if options.get("model"):
+            # An engine that starts with dummy weights measures no means of K.
+            args["attention_config"] = {"turbo_means": "off"}
+        else:
             args["load_format"] = "dummy"
             options["model"] = folders[BASE]
         return Engine(args, calls, **options)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS, Reason
+from vllm.v1.attention.ops.turbo.serving import means
 from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNECTORS
 
 PAGE = Path(__file__).parents[4] / "docs/features/quantization/turbo_refused.md"
@@ -212,6 +213,17 @@ window, and the log says why. The reasons:
 
 {windows}
 
+## No mean of K
+
+These models and settings leave [the mean of K](turbo.md#the-mean-of-k) in what is
+stored. The engine starts, and the log says why:
+
+{means}
+
+Single layers go without because of one of these:
+
+{layers_without_means}
+
 ## No CUDA kernels
 
 The line at the start, or a warning, has one of these behind `Triton kernels, because`.
@@ -247,6 +259,14 @@ def window_reasons() -> Iterator[str]:
     yield refusals.MLA_TAIL
 
 
+def means_reasons() -> Iterator[str]:
+    """Every reason for which an engine has no means of K."""
+    yield from refusals.MEANS_FEATURES
+    yield from (means.OTHER_CACHES, means.SHORT_TEXT)
+    yield f"{means.NO_TOKENIZER}: <error>"
+    yield f"{means.PASS_FAILS}: <error>"
+
+
 def render() -> str:
     """The text of the page."""
     connectors = (
@@ -258,6 +278,8 @@ def render() -> str:
         refused=refusal_table(REASONS),
         refused_with_mla=refusal_table(MLA_REASONS),
         windows="\n".join(f"* `{reason}`" for reason in window_reasons()),
+        means="\n".join(f"* `{reason}`" for reason in means_reasons()),
+        layers_without_means="\n".join(f"* {each}" for each in means.LAYER_REASONS),
         kernels=table("message", "way out", rows=kernels),
         connectors=table("connector", "state", "with MLA", "remarks", rows=connectors),
     )

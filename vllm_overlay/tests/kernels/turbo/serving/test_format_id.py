@@ -77,7 +77,8 @@ def make_model(
 
 
 def specs_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """The specs of the layers, as the worker reports them."""
+    """The specs of the layers, as the worker reports them. There is no model to run."""
+    config.attention_config.turbo_means = "off"
     worker = object.__new__(Worker)
     worker.vllm_config = config
     worker.model_runner = runner = object.__new__(GPUModelRunner)

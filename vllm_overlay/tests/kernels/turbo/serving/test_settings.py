@@ -100,7 +100,12 @@ def test_a_model_without_k_and_v(folder, log):
     assert "0 of 0 layers are packed, because this model has no layers" in line
 
 
-OPTIONS = {"turbo_prefill": "stored", "turbo_kernel": "triton", "turbo_window": 16}
+OPTIONS = {
+    "turbo_prefill": "stored",
+    "turbo_kernel": "triton",
+    "turbo_window": 16,
+    "turbo_means": "off",
+}
 
 
 @platforms

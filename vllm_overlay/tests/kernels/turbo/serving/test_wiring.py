@@ -152,6 +152,7 @@ def test_least_compute_capability(monkeypatch):
         ("turbo_prefill", ["raw", "stored"]),
         ("turbo_kernel", ["auto", "cuda", "triton"]),
         ("turbo_window", ["auto", 0, 1, 16]),
+        ("turbo_means", ["auto", "off"]),
     ],
 )
 def test_attention_options(option, values):

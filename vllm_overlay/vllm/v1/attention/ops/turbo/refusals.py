@@ -138,6 +138,23 @@ TAIL_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
 }
 
 
+# Features of an engine that rule out means of K, likewise.
+MEANS_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
+    "the weights are dummies (--load-format dummy)": (
+        lambda config: config.load_config.load_format == "dummy"
+    ),
+    "no text has tokens (leave out --skip-tokenizer-init)": (
+        lambda config: config.model_config.skip_tokenizer_init
+    ),
+    "ranks share the context (leave out --decode-context-parallel-size)": (
+        lambda config: config.parallel_config.decode_context_parallel_size > 1
+    ),
+    "the model has an encoder": lambda config: config.model_config.is_encoder_decoder,
+    "the model has MLA": lambda config: config.model_config.use_mla,
+    "the model is a drafter": lambda config: config.model_config.runner_type == "draft",
+}
+
+
 def tail_refusal(num_tokens: int, reason: str) -> str:
     """The message for a tail that a user asks for and cannot have."""
     return (
@@ -177,6 +194,12 @@ def refusal(cache_dtype: str | None, found: Iterable[Reason]) -> str:
     if any(reason.needs_dtype for reason in found):
         message += " Use --kv-cache-dtype fp8 or auto instead."
     return message
+
+
+def means_problem(vllm_config: VllmConfig) -> str | None:
+    """The reason why an engine's settings rule the means of K out; None for none."""
+    features = MEANS_FEATURES.items()
+    return next((reason for reason, found in features if found(vllm_config)), None)
 
 
 def borrowed_reasons(

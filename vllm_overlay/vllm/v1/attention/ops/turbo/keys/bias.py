@@ -160,6 +160,8 @@ class KeyBias:
         is_legible: Whether the bias can be read from processed weights; None until
             weights are processed.
         was_reloaded: Whether weights were loaded since the bias was last compared.
+        remainder: The offset less the part that follows from the bias, if the offset is
+            the mean of K: see ``keys.means``; None if it is of the bias alone.
 
     """
 
@@ -169,6 +171,7 @@ class KeyBias:
     loaded: torch.Tensor
     is_legible: bool | None = None
     was_reloaded: bool = False
+    remainder: torch.Tensor | None = None
 
     @property
     def table(self) -> torch.Tensor | None:
@@ -202,8 +205,16 @@ class KeyBias:
 
         """
         self.loaded = bias
-        if self.table is not None:
-            self.table.copy_(key_offset.mean_rotated(bias, self.rotary))
+        if self.table is None:
+            return
+        table = key_offset.mean_rotated(bias, self.rotary)
+        if self.remainder is not None:
+            table = table + self.remainder
+        self.table.copy_(table)
+
+    def set_means(self, table: torch.Tensor) -> None:
+        """Note that the offset is the mean of K, (G, num_kv_heads, head_size)."""
+        self.remainder = table - key_offset.mean_rotated(self.loaded, self.rotary)
 
 
 def key_bias_norms(model: nn.Module) -> dict[str, float]:
@@ -289,7 +300,7 @@ def set_key_offsets(model: nn.Module) -> None:
         replicas = getattr(found[0], "num_kv_head_replicas", 1)
         runner.key_offset_replicas = replicas
     if unknown:
-        names = ", ".join(map(_number, unknown))
+        names = ", ".join(map(layer_number, unknown))
         classes = " or ".join(sorted(set(unknown.values())))
         logger.warning_once(UNKNOWN_ROTATION, names, classes, scope="process")
     for layer in layers.values():
@@ -298,7 +309,7 @@ def set_key_offsets(model: nn.Module) -> None:
             _runner(layer).set_key_offset(_runner(target).scoring.key_offset)
 
 
-def _number(layer_name: str) -> str:
+def layer_number(layer_name: str) -> str:
     """The number of a layer for ``--kv-cache-dtype-skip-layers``.
 
     It is the layer's name if that has no number. The flag does not take such a name.
@@ -318,7 +329,7 @@ def warn_of_long_biases(norms: dict[str, float], model: str) -> None:
     found = {name: norm for name, norm in norms.items() if norm > LONGEST_KEY_BIAS}
     if not found or get_tensor_model_parallel_rank() != 0:
         return
-    layers = list(map(_number, found))
+    layers = list(map(layer_number, found))
     config = get_current_vllm_config_or_none()
     skipped = config.cache_config.kv_cache_dtype_skip_layers if config else []
     logger.warning_once(
@@ -360,7 +371,7 @@ def warn_of_lagging_positions(biases: Iterable[KeyBias]) -> None:
                 lags[bias.layer.layer_name] = lag
     if not lags or config is None or get_tensor_model_parallel_rank() != 0:
         return
-    layers = list(map(_number, lags))
+    layers = list(map(layer_number, lags))
     skipped = [*config.cache_config.kv_cache_dtype_skip_layers, *layers]
     logger.warning_once(
         LAGGING_POSITIONS,

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The offset that is taken off K before it is stored, in models that add a bias to K.
+"""The offset that is taken off K before it is stored: tables, and RoPE's part in them.
 
 For any vector m, q.k = q.(k - m) + q.m. The cache stores k - m, and q.m is added back
 to the scores of cached keys, in fp32 and with the query as computed. So m affects only
-quality, and may differ between tokens. It is the mean of the rotated bias over segments
-of a sequence, and the first token has a row of its own. A bias is in coordinates that
-turn slowly, so the mean has most of it, and codes are left for the differences between
-keys.
+quality, and may differ between tokens. It is the mean of K (see ``keys.means``) or else
+K's bias, rotated and averaged over segments of a sequence. The first token has a row of
+its own. Such vectors are in coordinates that turn slowly, so the average has most of
+them, and codes are left for the differences between keys.
 
-m depends on the checkpoint's bias, on RoPE and on ``VERSION``, but not on lengths,
-ranks, dtypes or devices. Equal checkpoints give equal bytes.
+Without means, m depends on the checkpoint's bias, on RoPE and on ``VERSION``, but not
+on lengths, ranks, dtypes or devices. Then equal checkpoints give equal bytes.
 """
 
 import copy
@@ -100,25 +100,44 @@ class TransformersRotary:
         count = max(own.max_seq_len_cached, int(scaled))
         means = []
         for places in _in_rows(torch.arange(count, device="cpu")):
-            tables = own(torch.empty(1, device="cpu"), places[None])
-            if any(table.shape[:-1] != (1, len(places)) for table in tables):
-                raise UnknownRotation(name)
-            means.append([table[0].double().mean(0).float() for table in tables])
+            tables = self._tables(own, places)
+            means.append([table.double().mean(0).float() for table in tables])
         self.cos, self.sin = (torch.stack(parts) for parts in zip(*means))
 
-    def rotated(self, bias: torch.Tensor) -> torch.Tensor:
-        """``mean_rotated`` of a bias: (H, D) to (G, H, D), fp32."""
-        keys = bias[None, :, None].repeat(1, 1, len(self.cos), 1)
-        _, rotated = self.rotate(keys, keys, self.cos[None], self.sin[None])
+    @staticmethod
+    def _tables(rotary: Any, places: torch.Tensor) -> list[torch.Tensor]:
+        """Cosines and sines at some positions, (P, D) fp32 each."""
+        tables = rotary(torch.empty(1, device="cpu"), places[None])
+        if any(table.shape[:-1] != (1, len(places)) for table in tables):
+            raise UnknownRotation(type(rotary).__name__)
+        return [table[0] for table in tables]
+
+    def turn_back(self, rotary: nn.Module, count: int) -> None:
+        """Rotate row p back from position p, for ``count`` positions."""
+        own = copy.deepcopy(rotary).cpu()
+        cos, sin = self._tables(own, torch.arange(count, device="cpu"))
+        self.cos, self.sin = _inverse(cos, sin)
+
+    def rotated(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rotate the key of each row, (R, H, D) fp32."""
+        keys = keys.transpose(0, 1)[None]
+        tables = (x.to(keys.device)[None] for x in (self.cos, self.sin))
+        _, rotated = self.rotate(keys, keys, *tables)
         return rotated[0].transpose(0, 1).contiguous()
 
 
+def _inverse(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the inverse of a rotation that may also scale."""
+    squares = cos * cos + sin * sin
+    return cos / squares, -sin / squares
+
+
 Rotary = RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding | TransformersRotary
+_KNOWN = RotaryEmbeddingBase, Phi3LongRoPEScaledRotaryEmbedding
 
 
 def _rotary_beside(parent: nn.Module) -> nn.Module | None:
-    known = RotaryEmbeddingBase, Phi3LongRoPEScaledRotaryEmbedding
-    return next((x for x in parent.children() if isinstance(x, known)), None)
+    return next((x for x in parent.children() if isinstance(x, _KNOWN)), None)
 
 
 def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
@@ -163,29 +182,63 @@ def mean_rotary(rotary: nn.Module) -> Rotary:
         UnknownRotation: If a module of Transformers has an unusual interface.
 
     """
-    means: Any
-    if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
-        means = copy.deepcopy(rotary).cpu()
-        with torch.device("cpu"):
-            table = _table_in_use(means)
-    elif isinstance(rotary, RotaryEmbeddingBase):
-        means = copy.deepcopy(rotary).cpu()
-        with torch.device("cpu"):
-            try:
-                table = means._compute_cos_sin_cache()
-            except TypeError:  # a class with several caches
-                table = means.cos_sin_cache
-    else:
-        try:
-            return TransformersRotary(rotary)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
-            raise UnknownRotation(type(rotary).__name__) from e
+    if not isinstance(rotary, _KNOWN):
+        return _transformers_rotary(rotary)
+    means, table = _cosines_and_sines(rotary)
     # Segment by segment, because a table of a million positions has 0.5 GB in fp32.
     rows = [x.double().mean(0) for x in _in_rows(table)]
-    means.cos_sin_cache = torch.stack(rows).float()
-    if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
-        means.long_short_cos_sin_cache, means.use_long_rope = means.cos_sin_cache, False
-    return means
+    return _with_table(means, torch.stack(rows).float())
+
+
+def inverse_rotary(rotary: nn.Module, count: int) -> Rotary:
+    """A copy on the CPU whose position p turns keys of position p back.
+
+    Args:
+        rotary: A module from ``find_rotary``.
+        count: The number of positions.
+
+    Raises:
+        UnknownRotation: If there is no such copy, or RoPE has fewer positions.
+
+    """
+    if not isinstance(rotary, _KNOWN):
+        back = _transformers_rotary(rotary)
+        back.turn_back(rotary, count)
+        return back
+    copied, table = _cosines_and_sines(rotary)
+    if len(table) < count or table.is_complex():
+        raise UnknownRotation(type(rotary).__name__)
+    halves = table[:count].float().chunk(2, -1)
+    return _with_table(copied, torch.cat(_inverse(*halves), -1))
+
+
+def _transformers_rotary(rotary: nn.Module) -> TransformersRotary:
+    try:
+        return TransformersRotary(rotary)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+        raise UnknownRotation(type(rotary).__name__) from e
+
+
+def _cosines_and_sines(rotary: nn.Module) -> tuple[Any, torch.Tensor]:
+    """A copy on the CPU, and its cosines beside its sines by position, fp32."""
+    copied: Any = copy.deepcopy(rotary).cpu()
+    with torch.device("cpu"):
+        if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
+            return copied, _table_in_use(copied)
+        try:
+            return copied, copied._compute_cos_sin_cache()
+        except TypeError:  # a class with several caches
+            return copied, copied.cos_sin_cache
+        except (AttributeError, IndexError, RuntimeError, ValueError) as e:
+            raise UnknownRotation(type(rotary).__name__) from e
+
+
+def _with_table(copied: Any, table: torch.Tensor) -> Any:
+    """Let a copy rotate by other cosines and sines."""
+    copied.cos_sin_cache = table
+    if isinstance(copied, Phi3LongRoPEScaledRotaryEmbedding):
+        copied.long_short_cos_sin_cache, copied.use_long_rope = table, False
+    return copied
 
 
 def _table_in_use(rotary: Phi3LongRoPEScaledRotaryEmbedding) -> torch.Tensor:
@@ -217,15 +270,31 @@ def mean_rotated(bias: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     bias = bias.detach().to("cpu", torch.float32)
     if rotary is None:
         return bias[None].clone()
+    is_own = isinstance(rotary, TransformersRotary)
+    rows = len(rotary.cos if is_own else rotary.cos_sin_cache)  # type: ignore
+    return rotate_rows(bias.repeat(rows, 1, 1), rotary)
+
+
+@torch.no_grad()
+def rotate_rows(keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotate the key of each row by the rotation of the row's number.
+
+    Args:
+        keys: (R, H, D) fp32, on the device of ``rotary``.
+        rotary: A rotation with as many rows, at least.
+
+    Returns:
+        (R, H, D) fp32, contiguous.
+
+    """
     if isinstance(rotary, TransformersRotary):
-        return rotary.rotated(bias)
-    table: Any = rotary.cos_sin_cache
-    segments = torch.arange(len(table))
-    key = bias.flatten().repeat(len(segments), 1)
+        return rotary.rotated(keys)
+    rows = torch.arange(len(keys), device=keys.device)
+    flat = keys.flatten(1)
     rotate: Any = getattr(rotary, "forward_native", rotary.forward)
-    _, rotated = rotate(segments, key.clone(), key)
+    _, rotated = rotate(rows, flat.clone(), flat)
     assert rotated is not None
-    return rotated.view(-1, *bias.shape).contiguous()
+    return rotated.view(keys.shape).contiguous()
 
 
 def lag_until(table: torch.Tensor, longest: float) -> int | None:

@@ -71,6 +71,11 @@ class Runner(ABC, Generic[KernelsT]):
         """The sets of kernels to choose from; equal for layers that share a choice."""
 
     @property
+    def expected_source(self) -> KernelSource[KernelsT]:
+        """The source of the kernels that are built before all of it is known."""
+        return self.source
+
+    @property
     @abstractmethod
     def launch_key(self) -> tuple[object, ...]:
         """The key of layers that launch the same kernels."""
@@ -85,7 +90,7 @@ class Runner(ABC, Generic[KernelsT]):
     def start_builds(self) -> None:
         """Begin to build the kernels; ``chosen_kernels`` waits for their end."""
         if not current_platform.is_cpu():
-            start_builds(self.kernel_choice, self.source)
+            start_builds(self.kernel_choice, self.expected_source)
 
     @cached_property
     def chosen_kernels(self) -> ChosenKernels[KernelsT]:

@@ -3,6 +3,7 @@
 """A layer at work: its kernels, its scoring and the limits of its steps."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ class TurboRunner(Runner[KernelSet]):
         prefill_limits: The bounds of a prefill's scratch.
         flash_attn: The function that attends in prefills; None on a CPU.
         tail_wanted: The most tokens of a tail; zero for none.
-        key_bias: The bias from which the offset follows; None without a bias.
+        key_bias: The bias that the offset depends on; None without a bias.
+        expects_means: Whether the means of K will be an offset, when they are known.
         key_offset_replicas: Consecutive tensor parallel ranks with the same heads.
         shares_cache: Whether the layer reads another layer's cache and does not store.
         context_parallel: The ranks that share the context; None if they do not.
@@ -98,6 +100,7 @@ class TurboRunner(Runner[KernelSet]):
         self.scoring = scoring
         self.prefill_limits = self._prefill_limits()
         self.key_bias: KeyBias | None = None
+        self.expects_means = False
         self.key_offset_replicas = 1
         self.tail_wanted = tail_wanted
         self.shares_cache = False
@@ -141,6 +144,13 @@ class TurboRunner(Runner[KernelSet]):
         variant = self.scoring.variant(self.tail_wanted > 0)
         group = self.context_shape.num_queries_per_kv
         return TurboSource(self.layout, group, self.max_query_len, variant)
+
+    @property
+    def expected_source(self) -> TurboSource:
+        source = self.source
+        if not self.expects_means:
+            return source
+        return replace(source, variant=source.variant._replace(key_offset=True))
 
     @property
     def launch_key(self) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 # Fields of ``AttentionConfig`` that only turbo dtypes read.
-OPTIONS = ("turbo_prefill", "turbo_kernel", "turbo_window")
+OPTIONS = ("turbo_prefill", "turbo_kernel", "turbo_window", "turbo_means")
 SLIDING_WINDOW = "sliding_window"
 
 
