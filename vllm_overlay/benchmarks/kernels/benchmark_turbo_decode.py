@@ -171,7 +171,9 @@ def gate(make_arm: Callable[..., Arm], shape: Shape, args: argparse.Namespace) -
     arm = make_arm(batch)
     slots = [batch.slots(i) for i in range(len(GATE_LENS))]
     keys, values = zip(*map(batch.tokens, GATE_LENS))
-    arm.write(torch.cat(keys), torch.cat(values), torch.cat(slots))
+    # A sequence at a time, because its first token has an offset of its own.
+    for tokens in zip(keys, values, slots):
+        arm.write(*tokens)
     batch.key.copy_(torch.stack([key[-1] for key in keys]))
     batch.value.copy_(torch.stack([value[-1] for value in values]))
     arm.store()

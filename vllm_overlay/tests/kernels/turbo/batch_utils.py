@@ -247,9 +247,9 @@ class Batch:
 
         Decode kernels rotate q in block fixed point, and CUDA's round it to int8 where
         ``rounds_queries`` says so. The target is attention from q rounded like this.
-        The last segment's offset is taken off all keys, so that the reference has no
-        large scores: a softmax does not depend on it. With sinks it does, and the
-        offset stays.
+        The last offset is taken off all keys, so that the reference has no large
+        scores: a softmax does not depend on it. With sinks it does, and the offset
+        stays.
         """
         scoring = impl.runner.scoring
         offset = scoring.key_offset

@@ -107,10 +107,10 @@ def error_bound(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_offset(
-    num_offsets: int, head_size: int, num_kv_heads: int = NUM_KV_HEADS
+    num_rows: int, head_size: int, num_kv_heads: int = NUM_KV_HEADS
 ) -> torch.Tensor:
     """An offset, (G, H, D) fp32, larger than the keys and different by row."""
-    return 10 * gaussian(num_offsets, num_kv_heads, head_size, seed=5)
+    return 10 * gaussian(num_rows, num_kv_heads, head_size, seed=5)
 
 
 class GrowingSequences:

@@ -11,7 +11,7 @@ from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.choose import triton_kernels
 from vllm.v1.attention.ops.turbo.format import SCALE_GROUP, TurboFormat
 from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, MAX_ROWS, TailFormat
-from vllm.v1.attention.ops.turbo.interface import StoreCall, offset_rows
+from vllm.v1.attention.ops.turbo.interface import StoreCall
 from vllm.v1.attention.ops.turbo.reference.tail import (
     dequantize_rows,
     planes,

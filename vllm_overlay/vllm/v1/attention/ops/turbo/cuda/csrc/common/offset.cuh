@@ -19,7 +19,7 @@ namespace turbo {
 
 constexpr int kOffsetTiles = OFFSET_SEGMENT / TILE_TOKENS;
 
-// The row of a tile's offset, also for the first tile: see first_token_gain.
+// The row of a tile's offset. The first token of tile 0 has row 0.
 __device__ __forceinline__ int offset_of_tile(const AttentionParams& p,
                                               int tile) {
   return min(tile / kOffsetTiles + 1, p.num_offsets - 1);
@@ -80,22 +80,6 @@ __device__ __noinline__ OffsetScores offset_scores(const AttentionParams& p,
     gain += __shfl_xor_sync(~0u, gain, mask);
   }
   return {p.offset_factor * score, p.offset_factor * gain};
-}
-
-__device__ __forceinline__ float offset_score(const AttentionParams& p, int seq,
-                                              int kv_head, int offset, int row,
-                                              int lane) {
-  return offset_scores(p, seq, kv_head, offset, row, lane).score;
-}
-
-// By how much the score of the first token lacks more than those of the other
-// tokens of its tile, because its offset is row 0. It is called like
-// offset_score, for a tile 0, and added to the score of that tile's token 0.
-__device__ __forceinline__ float first_token_gain(const AttentionParams& p,
-                                                  int seq, int kv_head, int row,
-                                                  int lane) {
-  return offset_scores(p, seq, kv_head, offset_of_tile(p, 0), row, lane)
-      .first_gain;
 }
 
 }  // namespace turbo

@@ -77,14 +77,6 @@ __device__ __forceinline__ void load_row_queries(
   }
 }
 
-// The first tile after a tile that has another offset of K; -1 if there is
-// none.
-__device__ __forceinline__ int next_offset_tile(const AttentionParams& p,
-                                                int tile) {
-  const int next = tile / kOffsetTiles + 1;
-  return next + 1 < p.num_offsets ? next * kOffsetTiles : -1;
-}
-
 // Adapt references to tokens with another offset of K.
 //
 // gains: what the score of a sequence's first token lacks in addition, because
@@ -99,17 +91,14 @@ __device__ __forceinline__ void change_offset(
     bool has_first, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float score = offset_score(p, segment.seq, segment.kv_head, offset,
-                                     queries.of_row[r], lane);
+    const auto [score, first_gain] = offset_scores(
+        p, segment.seq, segment.kv_head, offset, queries.of_row[r], lane);
     // A row that has seen no token keeps kNoRowReference, even if its query is
     // NaN.
     if (acc.reference[r] != kNoRowReference)
       acc.reference[r] += acc.missing[r] - score;
     acc.missing[r] = score;
-    if (!has_first || offset == 0) continue;
-    const float of_first = offset_score(p, segment.seq, segment.kv_head, 0,
-                                        queries.of_row[r], lane);
-    if (lane % 4 == 0) gains[r] = of_first - score;
+    if (has_first && lane % 4 == 0) gains[r] = first_gain;
   }
 }
 
