@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -25,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.weight_utils import (
     filter_duplicate_safetensors_files,
 )
+from vllm.transformers_utils.repo_utils import hf_api
 from vllm.v1.attention.ops.turbo.keys.means import VERSION, LayerMeans, Means
 
 logger = init_logger(__name__)
@@ -47,7 +47,7 @@ def weight_files(vllm_config: VllmConfig) -> list[Path]:
         return [Path(model)]
     if not os.path.isdir(model):
         try:
-            model = snapshot_download(
+            model = hf_api().snapshot_download(
                 model,
                 revision=vllm_config.model_config.revision,
                 cache_dir=vllm_config.load_config.download_dir,
