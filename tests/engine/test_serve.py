@@ -64,7 +64,9 @@ def decided_text(answer: dict[str, Any]) -> str:
 
 def test_says_once_what_the_cache_is(server: Server):
     log = server.log.read_text()
-    assert log.count("KV cache turbo4: ") == log.count("bytes a token and layer") == 1
+    says = "bytes a token and layer", "the means of K are taken off in"
+    assert [log.count(words) for words in says] == [1, 1]
+    assert log.count("KV cache turbo4: ") == len(says)
 
 
 def test_concurrent_as_one_by_one(server: Server):
