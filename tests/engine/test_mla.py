@@ -152,7 +152,7 @@ def test_capacity(outcome: Any):
     result = found.result
     assert result["num_tokens"] == MEMORY // (LAYERS * BYTES["turbo4"] * BLOCK) * BLOCK
     assert {size for size, _ in result["pages"].values()} == {340 * BLOCK}
-    (line,) = (line for line in log.splitlines() if "KV cache turbo4:" in line)
+    (line,) = (line for line in log.splitlines() if "bytes a token and layer" in line)
     assert "340 bytes a token and layer (MLA layers: 4, query heads: 4, lat" in line
     assert "3.39 times fewer than in bf16" in line
 

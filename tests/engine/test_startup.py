@@ -19,8 +19,9 @@ class Started(NamedTuple):
     lines: list[str]
 
     def line(self, dtype: str) -> str:
-        """Returns the one line on a dtype."""
-        (line,) = (line for line in self.lines if f"KV cache {dtype}:" in line)
+        """Returns the one line on a dtype's bytes."""
+        wanted = re.compile(f"KV cache {dtype}: .* bytes a token and layer")
+        (line,) = filter(wanted.search, self.lines)
         return line
 
     def windowed(self) -> set[str]:
