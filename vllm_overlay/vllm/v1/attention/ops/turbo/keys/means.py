@@ -64,7 +64,7 @@ class LayerMeans(NamedTuple):
 
     @property
     def is_usable(self) -> bool:
-        """Whether all values are finite and keys are no zeros."""
+        """Whether all values are finite, and some key is not zero."""
         is_finite = all(bool(x.isfinite().all()) for x in self)
         return is_finite and bool((self.length > 0).any())
 
