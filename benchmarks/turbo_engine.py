@@ -23,7 +23,10 @@ and FOLDER has no file named hold.
 
 An arm is a --kv-cache-dtype. `turbo4:stored` also sets turbo_prefill, `turbo4:triton`
 turbo_kernel, `turbo4:window` turbo_window, which is otherwise 0, and `fp8:FLASHINFER`
-the attention backend. `nvfp4` selects FlashInfer by itself and needs it installed, with
+the attention backend. `turbo4:defaults` has the recent window and K's means, which are
+otherwise off. Means need a checkpoint (random_checkpoint.py): `--model FOLDER
+--engine-args '{"load_format": "auto", "skip_tokenizer_init": false}'`.
+`nvfp4` selects FlashInfer by itself and needs it installed, with
 nvcc and ninja, because kernels are compiled at the first start. vLLM forces
 FlashAttention 2 on its own turboquant dtypes. If that is not installed, --site-copy
 makes them run with FlashAttention 3, in a copy of vLLM.
@@ -59,6 +62,7 @@ ATTENTION_OPTIONS: dict[str, dict[str, str]] = {
     **{option: {"turbo_prefill": option} for option in ("raw", "stored")},
     **{option: {"turbo_kernel": option} for option in ("auto", "cuda", "triton")},
     "window": {"turbo_window": "auto"},
+    "defaults": {"turbo_window": "auto", "turbo_means": "auto"},
 }
 FORCED_VERSION = "attention_config.flash_attn_version = 2\n"
 WARM_UP_PROMPTS = 2
@@ -111,7 +115,8 @@ class Engine:
         if option.isupper():
             options["attention_backend"] = option
         elif cache_dtype in TURBO_DTYPES:
-            attention = {"turbo_window": 0} | ATTENTION_OPTIONS.get(option, {})
+            attention: dict[str, Any] = {"turbo_window": 0, "turbo_means": "off"}
+            attention |= ATTENTION_OPTIONS.get(option, {})
             options["attention_config"] = attention
         start = time.perf_counter()
         self.llm = LLM(str(args.model), **(options | args.engine_args))

@@ -96,8 +96,14 @@ ARMS: dict[str, Callable[..., Arm]] = {
         for dtype in TURBO_DTYPES
     },
     **{
-        f"{dtype}_offset": partial(TurboArm, cache_dtype=dtype, has_key_offset=True)
+        f"{dtype}{kernels and f'_{kernels}'}_offset": partial(
+            TurboArm,
+            cache_dtype=dtype,
+            kernels=kernels or "auto",
+            has_key_offset=True,
+        )
         for dtype in TURBO_DTYPES
+        for kernels in ("", "triton")
     },
     **{
         f"{dtype}_{layout}": partial(TurboArm, cache_dtype=dtype, cache_layout=layout)

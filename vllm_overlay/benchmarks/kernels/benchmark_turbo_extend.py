@@ -17,6 +17,8 @@ way. A shape's lengths include the query tokens. The ways:
 * ``one_by_one``: ``merged``, but the merge attends to all query tokens; up to 128.
 * ``prefill``: packed pages are dequantised in pieces, and FlashAttention attends to
   these. The rotations of queries and outputs are included.
+* ``extend offset``, ``prefill offset`` and so on: with ``--offset``, the same of a
+  layer whose K loses an offset, such as its mean.
 
 The query tokens are stored before, and attended to as computed. The ways over packed
 pages must agree. Numbers of query tokens that exceed ``--max-tokens`` with a shape, or
@@ -94,6 +96,7 @@ class ExtendArm(TurboArm):
         to_outputs: Whether to use the kernel that ends in outputs, where there is one;
             None: as served.
         elsewhere: A kind of GPU whose kernel to run; None: this GPU's.
+        has_key_offset: Whether an offset is taken off K.
 
     """
 
@@ -105,6 +108,7 @@ class ExtendArm(TurboArm):
         max_merged_tokens: int | None = None,
         to_outputs: bool | None = False,
         elsewhere: Elsewhere | None = None,
+        has_key_offset: bool = False,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
         from vllm.v1.attention.ops.turbo.interface import OutputScratch, Partials
@@ -117,7 +121,9 @@ class ExtendArm(TurboArm):
             RawScratch,
         )
 
-        super().__init__(batch, cache_dtype, "cuda", cache=cache)
+        super().__init__(
+            batch, cache_dtype, "cuda", cache=cache, has_key_offset=has_key_offset
+        )
         if elsewhere is not None:
             self.kernels = self.kernels._replace(
                 extend_attention=elsewhere.extend_attention
@@ -190,7 +196,7 @@ class ExtendArm(TurboArm):
                 self.scale,
             )
         )
-        scoring = Scoring(self.scale)
+        scoring = Scoring(self.scale, key_offset=self.offsets)
         for call in self.plan.calls:
             own, count = call.tokens, call.num_partials
             raw = RawTokens(
@@ -222,7 +228,11 @@ class PrefillArm(TurboArm):
     """Packed pages, which are dequantised for FlashAttention."""
 
     def __init__(
-        self, batch: Batch, cache_dtype: str, cache: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        cache_dtype: str,
+        cache: torch.Tensor | None = None,
+        has_key_offset: bool = False,
     ) -> None:
         from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
         from vllm.v1.attention.ops.turbo.planning import prefill as prefill_plan
@@ -231,7 +241,9 @@ class PrefillArm(TurboArm):
             PrefillScratch,
         )
 
-        super().__init__(batch, cache_dtype, "cuda", cache=cache)
+        super().__init__(
+            batch, cache_dtype, "cuda", cache=cache, has_key_offset=has_key_offset
+        )
         shape, dtype = batch.shape, batch.query.dtype
         layer = LayerShape(shape.num_heads, shape.num_kv_heads, shape.head_size, dtype)
         limits = prefill_plan.prefill_limits(layer, stored=False)
@@ -257,7 +269,7 @@ class PrefillArm(TurboArm):
             batch.value,
             self.cache,
             self.layout,
-            Scoring(self.scale),
+            Scoring(self.scale, key_offset=self.offsets),
             self.scratch,
             batch.output,
             self.flash_attn,
@@ -266,7 +278,7 @@ class PrefillArm(TurboArm):
 
 
 def check(arms: dict[str, Arm]) -> None:
-    """Compare the ways over packed pages.
+    """Compare the ways over packed pages, and those with an offset among themselves.
 
     Raises:
         AssertionError: The ways differ, so that their times would mean nothing.
@@ -277,8 +289,8 @@ def check(arms: dict[str, Arm]) -> None:
         arms[name].batch.output.fill_(float("nan"))
         arms[name].attention()
         outputs[name] = arms[name].batch.output.float()
-    expected = outputs.pop("prefill")
     for name, output in outputs.items():
+        expected = outputs["prefill offset" if name.endswith("offset") else "prefill"]
         error = (output - expected).norm() / expected.norm()
         # NaN fails this comparison.
         assert error <= AGREEMENT, f"{name} and prefill differ by {error:.3g}"
@@ -319,6 +331,15 @@ def time_queries(
     if most < query_len <= MOST_ONE_BY_ONE:
         arms["one_by_one"] = ExtendArm(batch, args.cache_dtype, cache)
     arms["prefill"] = PrefillArm(batch, args.cache_dtype, cache=cache)
+    if args.offset:
+        ends = {"extend": None, "outputs": True, "merged": False}
+        for name in ends.keys() & arms.keys():
+            arms[f"{name} offset"] = ExtendArm(
+                batch, args.cache_dtype, cache, most, ends[name], has_key_offset=True
+            )
+        arms["prefill offset"] = PrefillArm(
+            batch, args.cache_dtype, cache, has_key_offset=True
+        )
     if not caches:
         fill(arms["bf16"])
         fill(arms["extend"])
@@ -368,6 +389,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=lambda text: tuple(map(int, text.split(","))),
         default=[],
         help="with --warps, time these plans, too",
+    )
+    parser.add_argument(
+        "--offset", action="store_true", help="time ways with an offset of K as well"
     )
     parser.add_argument("--cache-dtype", default="turbo4")
     parser.add_argument("--block-size", type=int, default=16)

@@ -272,7 +272,11 @@ class TurboArm(Arm):
         if has_key_offset:
             num_offsets = 1 + -(-batch.max_seq_len // OFFSET_SEGMENT)
             heads_and_size = (shape.num_kv_heads, shape.head_size)
-            self.offsets = torch.randn(num_offsets, *heads_and_size, device=device)
+            # All arms have the same, so that they can be compared.
+            generator = torch.Generator(device).manual_seed(0)
+            self.offsets = torch.randn(
+                num_offsets, *heads_and_size, device=device, generator=generator
+            )
             starts = batch.query_start_loc()
             self.step_offset = KeyOffset(self.offsets, batch.seq_lens, starts)
         self.sliding_window = sliding_window
