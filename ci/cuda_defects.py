@@ -133,8 +133,8 @@ DEFECTS = {
         "offset and not extend_mma",
     ),
     "extend-mma-offset": Defect(
-        "extend_mma/rows.cuh",
-        "acc.reference[r] += acc.missing[r] - score;",
+        "extend_mma/offset_rows.cuh",
+        "acc.reference[r] += acc.missing[r] - found.scores[r];",
         ";",
         f"{FEATURES}offsets",
         "extend_mma or extend_wgmma",
@@ -151,7 +151,7 @@ DEFECTS = {
     ),
     "decode-wgmma-offset": Defect(
         "decode_wgmma/segment.cuh",
-        "reference += missing - scores.score;",
+        "reference += missing - score;",
         ";",
         f"{FEATURES}offsets",
         "decode_wgmma",
@@ -163,6 +163,13 @@ DEFECTS = {
         ";",
         f"{FEATURES}offsets",
         "decode and not wgmma and 2-offsets",
+    ),
+    "extend-mma-first": Defect(
+        "extend_mma/offset_rows.cuh",
+        "gains[r] = found.gains[r];",
+        ";",
+        f"{FEATURES}offsets",
+        "extend_mma or extend_wgmma",
     ),
     "decode-wgmma-first": Defect(
         "decode_wgmma/weigh.cuh",

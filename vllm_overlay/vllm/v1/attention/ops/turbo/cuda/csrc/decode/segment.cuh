@@ -86,30 +86,33 @@ __device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
   if (acc.reference[1] != kNoReference) acc.reference[1] += less.y;
 }
 
-// Adapt a warp's references to tiles with another offset of K.
+// Adapt a warp's references to tiles with another offset of K, from `tile` on.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void change_offset(
     DecodeShared<kQueries, kWarps>& shared,
     DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const AttentionParams& p,
-    const Segment& segment, int offset, int lane) {
-  const int warp = threadIdx.x / 32;
+    const Segment& segment, int tile, int lane) {
+  const int warp = threadIdx.x / 32, offset = offset_of_tile(p, tile);
+  const int seq = segment.seq, kv_head = segment.kv_head;
 #pragma unroll
   for (int m = 0; m < kColumnTiles<kQueries>; ++m) {
     const int first = kColumns * m;
     const int column = first + lane / 4;
-    const OffsetScores scores =
-        offset_scores(p, segment.seq, segment.kv_head, offset,
-                      shared.rows[warp][column], lane);
+    const int row = shared.rows[warp][column];
+    const float score =
+        offset_score<true>(p, seq, kv_head, offset, -1, row, lane);
     auto* missing = reinterpret_cast<float2*>(shared.missing[warp] + first);
     const float2 before = missing[lane % 4];
     __syncwarp();
-    if (lane % 4 == 0) {
-      shared.missing[warp][column] = scores.score;
-      shared.first_tokens[warp][column].gain = scores.first_gain;
-    }
+    if (lane % 4 == 0) shared.missing[warp][column] = score;
     __syncwarp();
     const float2 after = missing[lane % 4];
     shift(acc[m], {before.x - after.x, before.y - after.y});
+    if (tile != 0) continue;
+    const float gain =
+        offset_score<true>(p, seq, kv_head, 0, offset, row, lane);
+    if (lane % 4 == 0) shared.first_tokens[warp][column].gain = gain;
+    __syncwarp();
   }
 }
 
@@ -340,10 +343,11 @@ __device__ __forceinline__ void attend_segment(
   for (int first = 0, num_steps; first < copies.count; first += num_steps) {
     copies.load_addresses(first + 1);
     num_steps = min(TileCopies::kSteps, copies.count - first);
+    const int tile = copies.first + first * copies.stride;
+    bool is_new = false;  // whether the tiles have another offset
     if constexpr (KEY_OFFSET != 0) {
-      const int tile = copies.first + first * copies.stride;
-      if (tile >= changing_tile) {
-        change_offset(shared, acc, p, segment, offset_of_tile(p, tile), lane);
+      is_new = tile >= changing_tile;
+      if (is_new) {
         changing_tile = next_offset_tile(p, tile);
         if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
       }
@@ -356,6 +360,10 @@ __device__ __forceinline__ void attend_segment(
       sync_tile();
       // Copy to the place of the tiles before, which have been read.
       copies.copy(i, kPairBytes - offset);
+      if (KEY_OFFSET != 0 && is_new) {
+        change_offset(shared, acc, p, segment, tile, lane);
+        is_new = false;
+      }
       if (num_tokens < 2 * TILE_TOKENS)
         clear_missing(tiles + offset, num_tokens, lane);
       if constexpr (kAcross == 1)

@@ -51,35 +51,28 @@ __device__ __forceinline__ bool note_rows(ExtendShared<Plan>& shared,
 // Turn a part's scores to weights.
 //
 // tile: the part's first tile.
-// offset_tile: the next tile with another offset of K, updated.
 // first_row: the first of the lane's two rows.
 template <typename Plan>
 __device__ __forceinline__ void weigh_part(
     uint32_t (&weights)[Plan::kTokens / 4], RowsAccumulator& acc,
-    float (&scores)[Plan::kTokens / 2], const ExtendShared<Plan>& shared,
-    const float* factors, const AttentionParams& p, const Segment& segment,
-    int tile, int& offset_tile, int first_row, int lane) {
+    float (&scores)[Plan::kTokens / 2], ExtendShared<Plan>& shared,
+    const float* factors, OffsetSteps& offsets, const AttentionParams& p,
+    const Segment& segment, int tile, int first_row, int lane) {
   const int token = tile * TILE_TOKENS;
   float sum[2];
   const bool is_done =
       weigh_rows(weights, sum, acc, scores, factors, p.soft_cap);
-  static_assert(kOffsetTiles % Plan::kPartTiles == 0);
-  const bool is_new = KEY_OFFSET != 0 && tile == offset_tile;
+  static_assert(kOffsetTiles % Plan::kTiles == 0);
+  const bool is_new = offsets.is_next(p, tile);
   if (!is_done || is_new ||
       segment.num_tokens - token < Plan::kTokens + p.most_hidden) {
     float gains[2] = {};
     if constexpr (KEY_OFFSET != 0) {
       if (is_new) {
-        LaneQueries queries;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int row = first_row + 8 * r;
-          const bool sees_any = segment.num_tokens > shared.hidden[row];
-          queries.of_row[r] = sees_any ? shared.queries[row] : -1;
-        }
-        change_offset(gains, acc, queries, p, segment, offset_of_tile(p, tile),
+        wait_for(shared.offsets.full, offsets.parity);
+        change_offset(gains, acc, read_offset_scores(shared.offsets, first_row),
                       tile == 0, lane);
-        offset_tile = next_offset_tile(p, tile);
+        release_offset_scores(shared.offsets, offsets, lane);
       }
     }
     RowLimits limits[2];
@@ -99,13 +92,22 @@ __device__ __forceinline__ void weigh_part(
 template <typename Plan>
 __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
                                                 Stage<Plan::kStages>& stage,
+                                                OffsetSteps& offsets,
                                                 const AttentionParams& p,
                                                 const PassSegment& segment,
                                                 int warp, int lane) {
   using Scores = float[Plan::kTokens / 2];
   const int num_steps = num_steps_of<Plan::kTiles>(segment);
+  offsets.begin(segment);
   if (!note_rows(shared, p, segment, warp, lane)) {
-    pass_steps(shared, stage, num_steps, lane);
+    pass_steps(shared, stage, num_steps, lane, [&](int step) {
+      if constexpr (KEY_OFFSET != 0) {
+        const int tile = segment.first_tile + step * Plan::kTiles;
+        if (!offsets.is_next(p, tile)) return;
+        wait_for(shared.offsets.full, offsets.parity);
+        release_offset_scores(shared.offsets, offsets, lane);
+      }
+    });
     return;
   }
   const int first_row = kWarpRows * warp + lane / 4;
@@ -123,12 +125,12 @@ __device__ __forceinline__ void consume_segment(ExtendShared<Plan>& shared,
   }
   // The next part to be multiplied, and the part whose values are next.
   Part<Plan> next{stage}, part{stage};
-  int tile = segment.first_tile, offset_tile = tile;
+  int tile = segment.first_tile;
   uint32_t weights[Plan::kTokens / 4];
   const auto weigh = [&](Scores& scores) {
     weigh_part<Plan>(weights, acc, scores, shared,
-                     &shared.factors[part.stage.of_both()][part.tile()], p,
-                     segment, tile, offset_tile, first_row, lane);
+                     &shared.factors[part.stage.of_both()][part.tile()],
+                     offsets, p, segment, tile, first_row, lane);
     tile += Plan::kPartTiles;
     if (part.index == 0)
       wait_for(shared.full_values[part.stage.index], part.stage.parity);

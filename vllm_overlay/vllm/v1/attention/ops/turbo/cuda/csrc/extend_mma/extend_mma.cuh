@@ -19,6 +19,7 @@ __device__ __forceinline__ void init_stages(ExtendShared<Plan>& shared) {
     init_barrier(shared_address(&shared.empty_keys[i]), Plan::kConsumers);
     init_barrier(shared_address(&shared.empty_values[i]), Plan::kConsumers);
   }
+  shared.offsets.init(Plan::kProducers, Plan::kConsumers);
 }
 
 // Call `attend` with all segments of a block.
@@ -37,8 +38,9 @@ __device__ __forceinline__ void produce(ExtendShared<Plan>& shared,
                                         const Ranges& ranges, int index,
                                         int lane) {
   Stage<Plan::kStages> stage;
+  OffsetSteps offsets = {};
   for_each_segment<Plan>(p, ranges, [&](const PassSegment& segment) {
-    produce_segment<TilePart>(shared, stage, p, segment, index, lane);
+    produce_segment<TilePart>(shared, stage, offsets, p, segment, index, lane);
   });
 }
 
@@ -63,8 +65,9 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
   wait_for_previous_kernel();
   if (warp < Plan::kConsumers) {
     Stage<Plan::kStages> stage;
+    OffsetSteps offsets = {};
     for_each_segment<Plan>(p, ranges, [&](const PassSegment& segment) {
-      consume_segment(shared, stage, p, segment, warp, lane);
+      consume_segment(shared, stage, offsets, p, segment, warp, lane);
     });
     skip_empty<Plan::kConsumers>(p, warp, lane);
   } else {

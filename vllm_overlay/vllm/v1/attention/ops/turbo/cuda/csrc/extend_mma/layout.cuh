@@ -9,6 +9,7 @@
 // in shared memory.
 #pragma once
 
+#include "extend_mma/offset_rows.cuh"
 #include "extend_mma/ranges.cuh"
 #include "extend_mma/stages.cuh"
 #include "extend_mma/weigh.cuh"
@@ -64,6 +65,7 @@ struct alignas(128) ExtendShared {
   uint64_t full_values[Plan::kStages];
   uint64_t empty_keys[Plan::kStages];
   uint64_t empty_values[Plan::kStages];
+  OffsetNotes<Plan::kRows> offsets;
   Ranges ranges;
 };
 

@@ -49,6 +49,7 @@ __device__ __forceinline__ void produce_values(
 template <typename TilePart, typename Plan>
 __device__ __forceinline__ void produce_segment(ExtendShared<Plan>& shared,
                                                 Stage<Plan::kStages>& stage,
+                                                OffsetSteps& offsets,
                                                 const AttentionParams& p,
                                                 const PassSegment& segment,
                                                 int index, int lane) {
@@ -61,6 +62,7 @@ __device__ __forceinline__ void produce_segment(ExtendShared<Plan>& shared,
   for (int step = 0; step < kCopies; ++step)
     copies.issue(step, step, num_steps, lane);
   int slot = 0;
+  offsets.begin(segment);
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step, stage.advance()) {
     wait_copies<kCopies - 1>();
@@ -69,6 +71,16 @@ __device__ __forceinline__ void produce_segment(ExtendShared<Plan>& shared,
     const int tile = copies.first_tile + step * Plan::kTiles;
     if constexpr (TilePart::kHasKeys)
       produce_keys(shared, stage, segment, bytes, index, tile, lane);
+    if constexpr (KEY_OFFSET != 0) {
+      // Consumers multiply these keys before they release the notes before.
+      const int first = segment.first_tile + step * Plan::kTiles;
+      if (offsets.is_next(p, first)) {
+        const int warp = index + (TilePart::kHasKeys ? 0 : Plan::kTiles);
+        write_offset_scores<Plan::kProducers>(shared.offsets, offsets, p,
+                                              segment, offset_of_tile(p, first),
+                                              first == 0, warp, lane);
+      }
+    }
     if constexpr (TilePart::kHasValues)
       produce_values(shared, stage, segment, bytes, index, tile, lane);
     // The decoded bytes are no longer read, so their slot is free.

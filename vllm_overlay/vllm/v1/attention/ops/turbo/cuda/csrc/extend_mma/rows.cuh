@@ -33,6 +33,10 @@ struct RowNote {
     first = is_inside ? p.first_seen(known_len, query_len, token) : 0;
     hidden = is_inside && !p.with_raw ? query_len - 1 - token : 0;
   }
+  // Whether the sequence has the token. The query of another may be NaN.
+  __device__ __forceinline__ bool exists(int query_len, int known_len) const {
+    return is_inside && token >= query_len - known_len;
+  }
   __device__ __forceinline__ RowNote(const AttentionParams& p,
                                      const Segment& segment, int column)
       : RowNote(p, segment, column, p.num_query_tokens(segment.seq),
@@ -74,31 +78,6 @@ __device__ __forceinline__ void load_row_queries(
         }
       }
     }
-  }
-}
-
-// Adapt references to tokens with another offset of K.
-//
-// gains: what the score of a sequence's first token lacks in addition, because
-//   its offset is row 0. It is written, for the lanes that have the score.
-// queries: those that see a token of the segment; -1 for others. The query of a
-//   token that the sequence does not have may be NaN.
-// offset: the row of the step's other tokens.
-// has_first: whether the step begins with the first token.
-__device__ __forceinline__ void change_offset(
-    float (&gains)[2], RowsAccumulator& acc, const LaneQueries& queries,
-    const AttentionParams& p, const Segment& segment, int offset,
-    bool has_first, int lane) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const auto [score, first_gain] = offset_scores(
-        p, segment.seq, segment.kv_head, offset, queries.of_row[r], lane);
-    // A row that has seen no token keeps kNoRowReference, even if its query is
-    // NaN.
-    if (acc.reference[r] != kNoRowReference)
-      acc.reference[r] += acc.missing[r] - score;
-    acc.missing[r] = score;
-    if (has_first && lane % 4 == 0) gains[r] = first_gain;
   }
 }
 

@@ -37,13 +37,15 @@ __device__ __forceinline__ void wait_for(uint64_t& barrier, int parity) {
 //
 // Shared: has the barriers of keys and of values. Stages of the two are filled
 //   and emptied separately.
-template <typename Shared, int kStages>
+// on_step: is called with each step, which is decoded.
+template <typename Shared, int kStages, typename OnStep>
 __device__ __forceinline__ void pass_steps(Shared& shared,
                                            Stage<kStages>& stage, int num_steps,
-                                           int lane) {
+                                           int lane, const OnStep& on_step) {
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step) {
     wait_for(shared.full_keys[stage.index], stage.parity);
+    on_step(step);
     arrive_warp(shared.empty_keys[stage.index], lane);
     wait_for(shared.full_values[stage.index], stage.parity);
     arrive_warp(shared.empty_values[stage.index], lane);

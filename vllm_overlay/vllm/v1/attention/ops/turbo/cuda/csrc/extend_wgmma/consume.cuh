@@ -89,15 +89,22 @@ __device__ __forceinline__ void add_values(
 // end_queries: is called when queries are no longer read.
 template <typename Plan, typename Params, typename EndQueries>
 __device__ __forceinline__ void consume_segment(
-    RowsShared<Plan>& shared, Stage<Plan::kStages>& stage, const Params& p,
-    const SegmentOf<Params>& segment, int group, int lane,
+    RowsShared<Plan>& shared, Stage<Plan::kStages>& stage, OffsetSteps& offsets,
+    const Params& p, const SegmentOf<Params>& segment, int group, int lane,
     const EndQueries& end_queries) {
   constexpr int kTokens = Plan::kTokens, kRowTiles = Plan::kRowTiles;
   const int num_steps = num_steps_of<Plan::kTiles>(segment);
   const int first_tile = segment.first_tile, raw_tile = segment.raw_tile;
   const int num_tokens = segment.num_tokens;
+  offsets.begin(segment);
   if (!note_rows(shared, p, segment, group)) {
-    pass_steps(shared, stage, num_steps, lane);
+    pass_steps(shared, stage, num_steps, lane, [&](int step) {
+      if constexpr (Plan::kNotesOffsets) {
+        if (!offsets.is_next(p, first_tile + step * Plan::kTiles)) return;
+        wait_for(shared.offsets.full, offsets.parity);
+        release_offset_scores(shared.offsets, offsets, lane);
+      }
+    });
     end_queries();
     return;
   }
@@ -131,7 +138,7 @@ __device__ __forceinline__ void consume_segment(
   constexpr uint32_t kKeyStage = sizeof(shared.keys[0]) / 16;
   constexpr uint32_t kValueStage = sizeof(shared.values[0]) / 16;
   float scores[kTokens / 2];
-  int offset_tile = first_tile;  // the next tile with another offset of K
+  bool is_new = false;  // whether a step has another offset than the last
   // Weigh a step's scores of the m-th rows, which are complete. The values that
   // were issued last are being added meanwhile.
   const auto weigh = [&](uint32_t (&weights)[kTokens / 4], int m, int step) {
@@ -154,17 +161,26 @@ __device__ __forceinline__ void consume_segment(
     const bool is_raw = kWithOutputs<Params> && tile >= raw_tile;
     const int token = (tile - (is_raw ? raw_tile : 0)) * TILE_TOKENS;
     static_assert(kOffsetTiles % Plan::kTiles == 0);
-    const bool is_new = KEY_OFFSET != 0 && tile == offset_tile;
+    if (m == 0) is_new = offsets.is_next(p, tile);
     if (is_raw || is_new || !is_done ||
         num_tokens - token < kTokens + p.most_hidden) {
       float gains[2] = {};
       if constexpr (KEY_OFFSET != 0) {
         if (is_new) {
-          const int offset =
-              is_raw ? offset_of_raw(p, num_tokens) : offset_of_tile(p, tile);
-          change_offset(gains, acc, seeing_queries(shared, p, segment, first),
-                        p, segment, offset, tile == 0 && !is_raw, lane);
-          if (m == kRowTiles - 1) offset_tile = next_offset_tile(p, tile);
+          const bool has_first = tile == 0 && !is_raw;
+          LaneOffsets found;
+          if constexpr (Plan::kNotesOffsets) {
+            wait_for(shared.offsets.full, offsets.parity);
+            found = read_offset_scores(shared.offsets, first);
+          } else {
+            found = find_offset_scores(p, segment, offset_of_tile(p, tile),
+                                       has_first, first, lane);
+          }
+          change_offset(gains, acc, found, has_first, lane);
+          if constexpr (Plan::kNotesOffsets) {
+            if (m == kRowTiles - 1)
+              release_offset_scores(shared.offsets, offsets, lane);
+          }
         }
       }
       const int* firsts = is_raw ? shared.raw_firsts : shared.firsts;
@@ -246,6 +262,7 @@ __device__ __forceinline__ void consume_segment(
 template <typename Plan>
 __device__ __forceinline__ void consume_ring(RowsShared<Plan>& shared,
                                              Stage<Plan::kStages>& stage,
+                                             OffsetSteps& offsets,
                                              const OutputParams& p, int group,
                                              int lane) {
   SegmentRing<true>& ring = shared.ring;
@@ -261,8 +278,8 @@ __device__ __forceinline__ void consume_ring(RowsShared<Plan>& shared,
   while (is_there) {
     SegmentPlace next = place;
     next.advance();
-    consume_segment(shared, stage, p, ring.segments[place.index], group, lane,
-                    [&] {
+    consume_segment(shared, stage, offsets, p, ring.segments[place.index],
+                    group, lane, [&] {
                       // Products of other warps also read queries.
                       if (!Plan::kHoldsQueries) sync_group(group);
                       is_there = begin(next);

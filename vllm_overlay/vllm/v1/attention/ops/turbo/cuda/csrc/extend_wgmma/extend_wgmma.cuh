@@ -23,6 +23,7 @@ __device__ __forceinline__ void init_rows(RowsShared<Plan>& shared) {
   }
   if constexpr (Plan::kEndsInOutputs)
     init_ring(shared.ring, Plan::kConsumerWarps);
+  shared.offsets.init(4 * Plan::kProducers, Plan::kConsumerWarps);
   fence_barrier_init();
 }
 
@@ -53,15 +54,16 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
       Cut::for_each_segment(p, ranges, i, attend);
   };
   Stage<Plan::kStages> stage;
+  OffsetSteps offsets = {};
   if (warp < Plan::kConsumerWarps) {
     take_registers<Plan::kConsumerRegisters>();
     const int group = warp / 4;
     if constexpr (kWithOutputs<Params>) {
-      consume_ring(shared, stage, p, group, lane);
+      consume_ring(shared, stage, offsets, p, group, lane);
       write_empty<32 * Plan::kConsumerWarps>(p, threadIdx.x);
     } else {
       for_each_segment([&](const PassSegment& segment) {
-        consume_segment(shared, stage, p, segment, group, lane, [] {});
+        consume_segment(shared, stage, offsets, p, segment, group, lane, [] {});
       });
       skip_empty<Plan::kConsumerWarps>(p, warp, lane);
     }
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(Plan::kThreads, Plan::kBlocks)
       if constexpr (kWithOutputs<Params>) {
         if (producer == 0) announce(shared.ring, place, p, segment, lane);
       }
-      produce_segment(shared, stage, p, segment, producer, lane);
+      produce_segment(shared, stage, offsets, p, segment, producer, lane);
     });
     if constexpr (kWithOutputs<Params>) {
       if (producer == 0) announce_end(shared.ring, place, lane);

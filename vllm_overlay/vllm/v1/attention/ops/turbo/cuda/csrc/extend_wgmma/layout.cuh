@@ -14,6 +14,7 @@
 #include "common/bulk.cuh"
 #include "common/segment.cuh"
 #include "common/wgmma.cuh"
+#include "extend_mma/offset_rows.cuh"
 #include "extend_mma/ranges.cuh"
 #include "extend_mma/stages.cuh"
 
@@ -87,6 +88,9 @@ struct RowsPlan {
       HEAD_SIZE > 128 && 65536 / kBlocks / kThreads < 160 ? 2 : 1;
   // A producer has stages of its own.
   static_assert(kStages % kProducers == 0);
+  // Whether shared memory has room for notes of offsets.
+  static constexpr bool kNotesOffsets =
+      KEY_OFFSET != 0 && (kNotesQueries || kRows < 128);
   using Cut = Cuts<kRows, kTiles>;
   static constexpr int kConsumerRegisters = kRegisters_;
   // Registers per lane, added over the block's warpgroups. Warps take multiples
@@ -141,6 +145,7 @@ struct alignas(1024) RowsShared : QueriesShared<Plan> {
   uint64_t empty_keys[Plan::kStages];
   uint64_t empty_values[Plan::kStages];
   SegmentRing<Plan::kEndsInOutputs> ring;
+  OffsetNotes<Plan::kRows, Plan::kNotesOffsets> offsets;
   Ranges ranges;
 };
 

@@ -47,11 +47,9 @@ __device__ __forceinline__ void decode_step(RowsShared<Plan>& shared,
 
 // Produce the steps of a segment that the warp's producer has.
 template <typename Plan, typename Params>
-__device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
-                                                Stage<Plan::kStages>& stage,
-                                                const Params& p,
-                                                const PassSegment& segment,
-                                                int warp, int lane) {
+__device__ __forceinline__ void produce_segment(
+    RowsShared<Plan>& shared, Stage<Plan::kStages>& stage, OffsetSteps& offsets,
+    const Params& p, const PassSegment& segment, int warp, int lane) {
   constexpr int kCopies = Plan::kCopies, kWarpTiles = Plan::kWarpTiles;
   constexpr int kProducers = Plan::kProducers;
   const int all_steps = num_steps_of<Plan::kTiles>(segment);
@@ -69,8 +67,24 @@ __device__ __forceinline__ void produce_segment(RowsShared<Plan>& shared,
   for (int step = 0; step < kCopies; ++step)
     copies.issue(step, step, num_steps, lane);
   int slot = 0, step = 0;
+  offsets.begin(segment);
 #pragma unroll 1
   for (int any_step = 0; any_step < all_steps; ++any_step, stage.advance()) {
+    if constexpr (Plan::kNotesOffsets) {
+      const int tile = segment.first_tile + any_step * Plan::kTiles;
+      if (offsets.is_next(p, tile)) {
+        int offset = offset_of_tile(p, tile);
+        bool has_first = tile == 0;
+        if constexpr (std::is_same_v<Params, OutputParams>) {
+          if (tile >= segment.raw_tile) {
+            offset = offset_of_raw(p, segment.num_tokens);
+            has_first = false;
+          }
+        }
+        write_offset_scores<4 * kProducers>(shared.offsets, offsets, p, segment,
+                                            offset, has_first, warp, lane);
+      }
+    }
     if (stage.index % kProducers != warp / 4) continue;
     wait_copies<kCopies - 1>();
     __syncwarp();

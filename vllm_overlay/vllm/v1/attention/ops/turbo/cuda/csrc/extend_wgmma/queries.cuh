@@ -38,24 +38,6 @@ __device__ __forceinline__ int limits_from(const Segment& segment) {
   return kNotesQueries ? 0 : segment.num_tokens;
 }
 
-// The queries of a lane's two rows, or -1 for queries that see no token.
-template <typename Plan>
-__device__ __forceinline__ LaneQueries
-seeing_queries(const RowsShared<Plan>& shared, const AttentionParams& p,
-               const Segment& segment, int row) {
-  LaneQueries queries = queries_of(shared, p, segment, row);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int own = row + 8 * r;
-    // With OutputParams a row sees its own token, unless it is padding.
-    const bool sees_any = Plan::kEndsInOutputs
-                              ? shared.raw_limits[own] > shared.raw_firsts[own]
-                              : shared.limits[own] + limits_from(segment) > 0;
-    if (!sees_any) queries.of_row[r] = -1;
-  }
-  return queries;
-}
-
 template <typename Plan, bool kAreHeld = Plan::kHoldsQueries>
 struct RowQueries;
 
