@@ -53,17 +53,15 @@ __device__ __forceinline__ void add_over_lanes(float (&sums)[kSize], int lane) {
   }
 }
 
-// Products of eight rows' queries with m, less another vector unless that is
-// null. Lanes 4 * i to 4 * i + 3 have row i.
+// Products of eight rows' queries with m. Lanes 4 * i to 4 * i + 3 have row i.
 //
-// A lane multiplies neighbouring coordinates of all rows, so that their loads
-// do not wait for each other.
+// A lane multiplies neighbouring coordinates of all rows. So it needs few
+// registers, and the rows' loads do not wait for each other.
 //
-// place: of the row's query behind `queries`; negative for a row without.
-__device__ __forceinline__ float multiply_rows(const uint16_t* queries,
-                                               int64_t place, const float* m,
-                                               const float* less, bool is_bf16,
-                                               int lane) {
+// place: of the row's query behind `queries`, in vectors of kVector numbers.
+template <typename T>
+__device__ __forceinline__ float multiply_rows(const T* queries, int place,
+                                               const float* m, int lane) {
   constexpr int kParts = HEAD_SIZE / kVector;
   constexpr int kRowLanes = kParts < 32 ? kParts : 32;
   constexpr int kSide = 32 / kRowLanes;  // rows side by side in a warp
@@ -71,24 +69,19 @@ __device__ __forceinline__ float multiply_rows(const uint16_t* queries,
   float sums[kTurns] = {};
 #pragma unroll
   for (int part = 0; part < kParts; part += kRowLanes) {
-    const int i = (part + lane % kRowLanes) * kVector;
-    float4 y = __ldg(reinterpret_cast<const float4*>(m + i));
-    if (less != nullptr) {
-      const float4 z = __ldg(reinterpret_cast<const float4*>(less + i));
-      y.x -= z.x, y.y -= z.y, y.z -= z.z, y.w -= z.w;
-    }
+    const int own = part + lane % kRowLanes;
+    uint2 bits[kTurns];
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int row = turn * kSide + lane / kRowLanes;
-      const int64_t own = __shfl_sync(~0u, place, 4 * row);
-      // A row without a query loads other numbers.
-      const auto* x_bits =
-          own >= 0 ? queries + own + i : reinterpret_cast<const uint16_t*>(m);
-      const float4 x =
-          is_bf16 ? load_vector(reinterpret_cast<const __nv_bfloat16*>(x_bits))
-                  : load_vector(reinterpret_cast<const __half*>(x_bits));
-      const float product = x.x * y.x + x.y * y.y + (x.z * y.z + x.w * y.w);
-      sums[turn] += own >= 0 ? product : 0.0f;
+      const int vector = __shfl_sync(~0u, place, 4 * row) + own;
+      bits[turn] = reinterpret_cast<const uint2*>(queries)[vector];
+    }
+    const float4 y = __ldg(reinterpret_cast<const float4*>(m) + own);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const float4 x = load_vector(reinterpret_cast<const T*>(&bits[turn]));
+      sums[turn] += x.x * y.x + x.y * y.y + (x.z * y.z + x.w * y.w);
     }
   }
   add_over_lanes<kRowLanes / 2, kTurns>(sums, lane);
@@ -100,42 +93,43 @@ __device__ __forceinline__ float multiply_rows(const uint16_t* queries,
 // The same for a loop over tiles, which calls it rarely: inlined it would take
 // registers from that loop. Parameters come in registers, because those of the
 // kernel would be loaded one after another.
-__device__ __noinline__ float multiply_rows_rarely(const uint16_t* queries,
-                                                   int64_t place,
-                                                   const float* m,
-                                                   const float* less,
-                                                   bool is_bf16, int lane) {
-  return multiply_rows(queries, place, m, less, is_bf16, lane);
+template <typename T>
+__device__ __noinline__ float multiply_rows_rarely(const T* queries, int place,
+                                                   const float* m, int lane) {
+  return multiply_rows(queries, place, m, lane);
 }
 
 // The part of eight rows' scores that cached keys lack where row `offset` was
-// taken off, less the part for row `less` unless that is negative. Lanes 4 * i
-// to 4 * i + 3 have row i.
+// taken off. Lanes 4 * i to 4 * i + 3 have row i.
 //
 // row: the row's query in the sequence; -1 for a row without.
-template <bool kRarely>
 __device__ __forceinline__ float offset_score(const AttentionParams& p, int seq,
-                                              int kv_head, int offset, int less,
-                                              int row, int lane) {
+                                              int kv_head, int offset, int row,
+                                              int lane) {
   const int num_heads = p.num_kv_heads * p.heads_per_kv;
-  const int token = row / num_heads;
+  const int any_row = max(row, 0), token = any_row / num_heads;
+  const Strides& strides = p.original_strides;
   const int64_t place =
-      row < 0 ? -1
-              : token * p.original_strides.token +
-                    (row - token * num_heads) * p.original_strides.head;
-  const int64_t stride = int64_t(p.num_kv_heads) * HEAD_SIZE;
-  const float* first = p.key_offset + kv_head * HEAD_SIZE;
-  const float* m = first + offset * stride;
-  const float* m_less = less < 0 ? nullptr : first + less * stride;
-  const auto* queries = static_cast<const uint16_t*>(p.original_query) +
-                        p.first_token(seq) * p.original_strides.token;
-  float score;
-  if constexpr (kRarely) {
-    score = multiply_rows_rarely(queries, place, m, m_less, p.is_bf16, lane);
-  } else {
-    score = multiply_rows(queries, place, m, m_less, p.is_bf16, lane);
-  }
-  return p.offset_factor * score;
+      token * strides.token + (any_row - token * num_heads) * strides.head;
+  const int64_t first = p.first_token(seq) * strides.token;
+  const float* m =
+      p.key_offset + (int64_t(offset) * p.num_kv_heads + kv_head) * HEAD_SIZE;
+  const auto multiply = [&](const auto* queries) {
+    return multiply_rows_rarely(queries + first, int(place / kVector), m, lane);
+  };
+  const float score =
+      p.is_bf16 ? multiply(static_cast<const __nv_bfloat16*>(p.original_query))
+                : multiply(static_cast<const __half*>(p.original_query));
+  return row < 0 ? 0.0f : p.offset_factor * score;
+}
+
+// What a sequence's first token lacks besides, because its offset is row 0.
+//
+// score: what its neighbours lack.
+__device__ __forceinline__ float first_gain(const AttentionParams& p, int seq,
+                                            int kv_head, int row, float score,
+                                            int lane) {
+  return offset_score(p, seq, kv_head, 0, row, lane) - score;
 }
 
 }  // namespace turbo

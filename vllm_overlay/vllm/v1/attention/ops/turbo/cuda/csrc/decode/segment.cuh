@@ -99,8 +99,7 @@ __device__ __forceinline__ void change_offset(
     const int first = kColumns * m;
     const int column = first + lane / 4;
     const int row = shared.rows[warp][column];
-    const float score =
-        offset_score<true>(p, seq, kv_head, offset, -1, row, lane);
+    const float score = offset_score(p, seq, kv_head, offset, row, lane);
     auto* missing = reinterpret_cast<float2*>(shared.missing[warp] + first);
     const float2 before = missing[lane % 4];
     __syncwarp();
@@ -109,8 +108,7 @@ __device__ __forceinline__ void change_offset(
     const float2 after = missing[lane % 4];
     shift(acc[m], {before.x - after.x, before.y - after.y});
     if (tile != 0) continue;
-    const float gain =
-        offset_score<true>(p, seq, kv_head, 0, offset, row, lane);
+    const float gain = first_gain(p, seq, kv_head, row, score, lane);
     if (lane % 4 == 0) shared.first_tokens[warp][column].gain = gain;
     __syncwarp();
   }
@@ -343,11 +341,10 @@ __device__ __forceinline__ void attend_segment(
   for (int first = 0, num_steps; first < copies.count; first += num_steps) {
     copies.load_addresses(first + 1);
     num_steps = min(TileCopies::kSteps, copies.count - first);
-    const int tile = copies.first + first * copies.stride;
-    bool is_new = false;  // whether the tiles have another offset
     if constexpr (KEY_OFFSET != 0) {
-      is_new = tile >= changing_tile;
-      if (is_new) {
+      const int tile = copies.first + first * copies.stride;
+      if (tile >= changing_tile) {
+        change_offset(shared, acc, p, segment, tile, lane);
         changing_tile = next_offset_tile(p, tile);
         if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
       }
@@ -360,10 +357,6 @@ __device__ __forceinline__ void attend_segment(
       sync_tile();
       // Copy to the place of the tiles before, which have been read.
       copies.copy(i, kPairBytes - offset);
-      if (KEY_OFFSET != 0 && is_new) {
-        change_offset(shared, acc, p, segment, tile, lane);
-        is_new = false;
-      }
       if (num_tokens < 2 * TILE_TOKENS)
         clear_missing(tiles + offset, num_tokens, lane);
       if constexpr (kAcross == 1)

@@ -39,8 +39,7 @@ __device__ __forceinline__ int change_offset(ColumnsShared<Plan>& shared,
     // The query of a token that the sequence does not have may be NaN.
     const int row = shared.limits[column] > 0 ? shared.rows[column] : -1;
     const int seq = segment.seq, kv_head = segment.kv_head;
-    const float score =
-        offset_score<true>(p, seq, kv_head, offset, -1, row, lane);
+    const float score = offset_score(p, seq, kv_head, offset, row, lane);
     if (lane % 4 == 0) {
       float& reference = reinterpret_cast<float*>(
           &shared.scaling[own.set][column / 2])[2 + column % 2];
@@ -49,8 +48,7 @@ __device__ __forceinline__ int change_offset(ColumnsShared<Plan>& shared,
       missing = score;
     }
     if (tile != 0) continue;
-    const float gain =
-        offset_score<true>(p, seq, kv_head, 0, offset, row, lane);
+    const float gain = first_gain(p, seq, kv_head, row, score, lane);
     if (lane % 4 == 0) shared.first_gains[own.set][column] = gain;
   }
   own.sync_set();

@@ -69,9 +69,8 @@ __device__ __forceinline__ void write_offset_scores(
       const RowNote note(p, segment, segment.first_column + own, query_len,
                          known_len);
       const int query = note.exists(query_len, known_len) ? note.query : -1;
-      score = offset_score<false>(p, seq, kv_head, offset, -1, query, lane);
-      if (has_first)
-        gain = offset_score<true>(p, seq, kv_head, 0, offset, query, lane);
+      score = offset_score(p, seq, kv_head, offset, query, lane);
+      if (has_first) gain = first_gain(p, seq, kv_head, query, score, lane);
     }
     if (lane % 4 == 0) notes.scores[own] = score, notes.gains[own] = gain;
   }
@@ -105,11 +104,10 @@ find_offset_scores(const AttentionParams& p, const Segment& segment, int offset,
     const RowNote note(p, segment, segment.first_column + row + 8 * r,
                        query_len, known_len);
     const int query = note.exists(query_len, known_len) ? note.query : -1;
-    found.scores[r] =
-        offset_score<true>(p, seq, kv_head, offset, -1, query, lane);
+    found.scores[r] = offset_score(p, seq, kv_head, offset, query, lane);
     if (has_first)
       found.gains[r] =
-          offset_score<true>(p, seq, kv_head, 0, offset, query, lane);
+          first_gain(p, seq, kv_head, query, found.scores[r], lane);
   }
   return found;
 }
