@@ -151,7 +151,7 @@ DEFECTS = {
     ),
     "decode-wgmma-offset": Defect(
         "decode_wgmma/segment.cuh",
-        "reference += missing - score;",
+        "reference += missing - scores.score;",
         ";",
         f"{FEATURES}offsets",
         "decode_wgmma",

@@ -86,31 +86,30 @@ __device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
   if (acc.reference[1] != kNoReference) acc.reference[1] += less.y;
 }
 
-// Adapt a warp's references to tiles with another offset of K, from `tile` on.
+// Adapt a warp's references to tiles with another offset of K.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void change_offset(
     DecodeShared<kQueries, kWarps>& shared,
     DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const AttentionParams& p,
-    const Segment& segment, int tile, int lane) {
-  const int warp = threadIdx.x / 32, offset = offset_of_tile(p, tile);
-  const int seq = segment.seq, kv_head = segment.kv_head;
+    const Segment& segment, int offset, int lane) {
+  const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < kColumnTiles<kQueries>; ++m) {
     const int first = kColumns * m;
     const int column = first + lane / 4;
-    const int row = shared.rows[warp][column];
-    const float score = offset_score(p, seq, kv_head, offset, row, lane);
+    const OffsetScores scores =
+        offset_scores(p, segment.seq, segment.kv_head, offset,
+                      shared.rows[warp][column], lane);
     auto* missing = reinterpret_cast<float2*>(shared.missing[warp] + first);
     const float2 before = missing[lane % 4];
     __syncwarp();
-    if (lane % 4 == 0) shared.missing[warp][column] = score;
+    if (lane % 4 == 0) {
+      shared.missing[warp][column] = scores.score;
+      shared.first_tokens[warp][column].gain = scores.first_gain;
+    }
     __syncwarp();
     const float2 after = missing[lane % 4];
     shift(acc[m], {before.x - after.x, before.y - after.y});
-    if (tile != 0) continue;
-    const float gain = first_gain(p, seq, kv_head, row, score, lane);
-    if (lane % 4 == 0) shared.first_tokens[warp][column].gain = gain;
-    __syncwarp();
   }
 }
 
@@ -344,7 +343,7 @@ __device__ __forceinline__ void attend_segment(
     if constexpr (KEY_OFFSET != 0) {
       const int tile = copies.first + first * copies.stride;
       if (tile >= changing_tile) {
-        change_offset(shared, acc, p, segment, tile, lane);
+        change_offset(shared, acc, p, segment, offset_of_tile(p, tile), lane);
         changing_tile = next_offset_tile(p, tile);
         if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
       }

@@ -71,7 +71,7 @@ struct ColumnsShared {
   int limits[kColumns];
   // q.m, which is missing in the scores behind the references: see offset.cuh.
   float missing[KEY_OFFSET ? kSets : 1][kColumns];
-  float first_gains[KEY_OFFSET ? kSets : 1][kColumns];  // of first tokens
+  float first_gains[KEY_OFFSET ? kSets : 1][kColumns];  // see OffsetScores
   uint64_t copied[kSets][Plan::kStages];
 };
 

@@ -38,18 +38,16 @@ __device__ __forceinline__ int change_offset(ColumnsShared<Plan>& shared,
     const int column = 8 * n + lane / 4;
     // The query of a token that the sequence does not have may be NaN.
     const int row = shared.limits[column] > 0 ? shared.rows[column] : -1;
-    const int seq = segment.seq, kv_head = segment.kv_head;
-    const float score = offset_score(p, seq, kv_head, offset, row, lane);
+    const OffsetScores scores =
+        offset_scores(p, segment.seq, segment.kv_head, offset, row, lane);
     if (lane % 4 == 0) {
       float& reference = reinterpret_cast<float*>(
           &shared.scaling[own.set][column / 2])[2 + column % 2];
       float& missing = shared.missing[own.set][column];
-      if (reference != kNoReference) reference += missing - score;
-      missing = score;
+      if (reference != kNoReference) reference += missing - scores.score;
+      missing = scores.score;
+      shared.first_gains[own.set][column] = scores.first_gain;
     }
-    if (tile != 0) continue;
-    const float gain = first_gain(p, seq, kv_head, row, score, lane);
-    if (lane % 4 == 0) shared.first_gains[own.set][column] = gain;
   }
   own.sync_set();
   return min((next_offset_tile(p, tile) - segment.first_tile) / kStepTiles,
