@@ -21,7 +21,7 @@ from blockcodes import (
     two_codebook_round_trip,
     vector_round_trip,
 )
-from measure import Comparison, kl_divergence, percentile
+from measure import Comparison, kl_divergence, paired, percentile
 from rotations import ROTATIONS, rotation
 from scalar import ScaleRule, fitted, gaussian_vectors, relative_error
 from turboquant import lloyd_max
@@ -187,7 +187,7 @@ def test_upstream_is_vllms_kernels(tmp_path):
         assert torch.equal(read_value, upstream.value_round_trip(value, name).half())
 
 
-def naive_attention(query, raw, stored, reading, scale):
+def naive_attention(query, raw, stored, reading, scale, sliding_window, sinks):
     """Attention, one query and head at a time."""
     output = torch.empty_like(query)
     batch, num_heads, length, _ = query.shape
@@ -203,7 +203,11 @@ def naive_attention(query, raw, stored, reading, scale):
                 newest = max(i + 1 - reading.window, 0)
                 for mine, exact in zip(seen, raw):
                     mine[newest:] = exact[b, head // group, newest : i + 1]
-                weights = torch.softmax(seen[0] @ query[b, head, i] * scale, -1)
+                seen = [x[-(sliding_window or 0) :] for x in seen]
+                scores = seen[0] @ query[b, head, i] * scale
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1]])
+                weights = torch.softmax(scores, -1)[: len(seen[1])]
                 output[b, head, i] = weights @ seen[1]
     return output
 
@@ -216,7 +220,8 @@ def naive_attention(query, raw, stored, reading, scale):
     ],
     ids=str,
 )
-def test_two_source_attention(reading, monkeypatch):
+@pytest.mark.parametrize("sliding_window, has_sinks", [(None, False), (11, True)])
+def test_two_source_attention(reading, sliding_window, has_sinks, monkeypatch):
     """Chunks may be longer or shorter than the blocks of queries."""
     monkeypatch.setattr("attention.QUERY_BLOCK", 12)
     generator = torch.Generator().manual_seed(0)
@@ -224,8 +229,9 @@ def test_two_source_attention(reading, monkeypatch):
     raw = torch.randn(2, 2, 2, 40, 16, generator=generator)
     stored = raw + 0.5 * torch.randn(raw.shape, generator=generator)
     raw, stored = tuple(raw), tuple(stored)
-    expected = naive_attention(query, raw, stored, reading, 0.25)
-    result = two_source_attention(query, raw, stored, reading, 0.25)
+    sinks = torch.randn(4, generator=generator) if has_sinks else None
+    given = (query, raw, stored, reading, 0.25, sliding_window, sinks)
+    expected, result = naive_attention(*given), two_source_attention(*given)
     assert torch.allclose(result, expected, atol=1e-5)
 
 
@@ -250,6 +256,16 @@ def test_figures_of_a_comparison():
     assert figures["agreement"] == 0.5
     assert figures["perplexity"] == pytest.approx(math.sqrt(98) - 1, rel=1e-4)
     assert percentile(torch.arange(1.0, 101), 0.99) == 99
+
+
+def test_differences_are_of_the_same_texts():
+    """Texts differ by far more than two caches do, which only pairs show."""
+    near, far = Comparison(), Comparison()
+    near.divergences.append(torch.tensor([[1.0, 9], [5, 9]]))
+    far.divergences.append(torch.tensor([[1.5, 9], [5.7, 9]]))
+    found = paired(far, near, slice(0, 1))
+    assert found["kl"] == pytest.approx(0.6)
+    assert found["kl_error"] == pytest.approx(0.1)
 
 
 def test_choices_on_a_small_model(tmp_path):

@@ -104,12 +104,22 @@ class Cache:
     window: Variant | None = None
 
 
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of (batch, H, Hq / H, T, keys), beside a logit of each query head."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    logits = sinks.view(*scores.shape[1:3], 1, 1).expand_as(scores[..., :1])
+    return torch.softmax(torch.cat([scores, logits], -1), -1)[..., :-1]
+
+
 def two_source_attention(
     query: torch.Tensor,
     raw: tuple[torch.Tensor, torch.Tensor],
     stored: tuple[torch.Tensor, torch.Tensor],
     reading: Reading,
     scale: float,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention to raw or stored keys and values, as ``reading`` says.
 
@@ -119,6 +129,8 @@ def two_source_attention(
         stored: Likewise.
         reading: The tokens of which the stored ones are seen.
         scale: The factor of the scores.
+        sliding_window: Tokens that a query sees, its own the last; None: all.
+        sinks: (Hq,), one more logit of each head's softmax; None: none.
 
     Returns:
         (batch, Hq, T, D).
@@ -146,8 +158,11 @@ def two_source_attention(
             extra = rows @ key_gain[:, :, lowest:end].mT
             extra = extra.unflatten(2, (-1, end - start))
             scores[..., lowest:] += extra.masked_fill_(~is_raw, 0)
-        scores.masked_fill_(theirs > mine, float("-inf"))
-        weights = torch.softmax(scores, -1)
+        unseen = theirs > mine
+        if sliding_window is not None:
+            unseen |= theirs <= mine - sliding_window
+        scores.masked_fill_(unseen, float("-inf"))
+        weights = softmax(scores, sinks)
         result = weights.flatten(2, 3) @ stored_value[:, :, :end]
         if sees_raw:
             weights = weights[..., lowest:].masked_fill(~is_raw, 0)
@@ -191,6 +206,8 @@ class LabModel:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float,
+        sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **_,
     ) -> tuple[torch.Tensor, None]:
         """Attention of one layer; K and q have had their norm and RoPE."""
@@ -205,7 +222,9 @@ class LabModel:
         if cache.window is not None:
             raw = cache.window.round_trip(key, value, mean)
         query = QUERIES[cache.query](query)
-        output = two_source_attention(query, raw, stored, cache.reading, scaling)
+        output = two_source_attention(
+            query, raw, stored, cache.reading, scaling, sliding_window, s_aux
+        )
         return output.transpose(1, 2).contiguous(), None
 
     @torch.inference_mode()

@@ -47,6 +47,10 @@ class Comparison:
         losses = [-x[:, :-1].gather(-1, following)[..., 0] for x in (exact, other)]
         self.losses.append((losses[1] - losses[0]).double().cpu())
 
+    def by_text(self, positions: slice) -> torch.Tensor:
+        """The divergence of each text over some positions, in nats a token."""
+        return torch.cat(self.divergences)[:, positions].mean(-1)
+
     def figures(self, positions: slice) -> dict[str, float]:
         """The figures over some positions of every text.
 
@@ -58,7 +62,7 @@ class Comparison:
 
         """
         divergence = torch.cat(self.divergences)[:, positions]
-        by_text = divergence.mean(-1)
+        by_text = self.by_text(positions)
         spread = by_text.std().item() if len(by_text) > 1 else 0.0
         loss = torch.cat(self.losses)[:, positions].mean().item()
         agreement = torch.cat(self.agreements)[:, positions].mean().item()
@@ -72,27 +76,47 @@ class Comparison:
         }
 
 
+def comparisons(
+    lab: LabModel, texts: Iterable[torch.Tensor], caches: Mapping[Key, Cache]
+) -> dict[Key, Comparison]:
+    """Compares a model's predictions on each cache with those on exact K and V.
+
+    Args:
+        lab: The model.
+        texts: (1, T) each.
+        caches: The caches that K and V are read from.
+
+    """
+    found = {key: Comparison() for key in caches}
+    for tokens in texts:
+        exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
+        for key, cache in caches.items():
+            found[key].add(exact, lab.log_probs(tokens, cache), tokens)
+    return found
+
+
 def compare(
     lab: LabModel,
     texts: Iterable[torch.Tensor],
     caches: Mapping[Key, Cache],
     positions: slice,
 ) -> dict[Key, dict[str, float]]:
-    """Figures of caches: a model's predictions on each against those on exact K and V.
+    """Figures of caches by `comparisons`, over some positions of each text."""
+    found = comparisons(lab, texts, caches)
+    return {key: each.figures(positions) for key, each in found.items()}
 
-    Args:
-        lab: The model.
-        texts: (1, T) each.
-        caches: The caches that K and V are read from.
-        positions: The positions of each text that are counted.
+
+def paired(own: Comparison, base: Comparison, positions: slice) -> dict[str, float]:
+    """How much further than another cache one is away on the same texts.
+
+    Returns:
+        ``kl`` in nats a token, and ``kl_error``, the standard error of the mean with
+        texts as samples; 0 with one text.
 
     """
-    comparisons = {key: Comparison() for key in caches}
-    for tokens in texts:
-        exact = lab.log_probs(tokens, Cache([None] * lab.num_layers))
-        for key, cache in caches.items():
-            comparisons[key].add(exact, lab.log_probs(tokens, cache), tokens)
-    return {key: each.figures(positions) for key, each in comparisons.items()}
+    gain = own.by_text(positions) - base.by_text(positions)
+    spread = gain.std().item() if len(gain) > 1 else 0.0
+    return {"kl": gain.mean().item(), "kl_error": spread / math.sqrt(len(gain))}
 
 
 def percentile(x: torch.Tensor, share: float) -> float:
