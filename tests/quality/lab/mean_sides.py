@@ -30,7 +30,6 @@ CACHES = ("turbo4", "k4v3")
 STRETCH = 512
 EXACT_POSITIONS = 2048
 TABLES = {
-    "segments of 1024": replace(SERVED, key="1024"),
     "segments of 512": replace(SERVED, key="512"),
     "each position's own mean": EXACT,
     "as served, and V's first token by its own": replace(SERVED, own_first="KV"),
