@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Steps a copy of the series to a release that is made from the pinned one.
 
-In the made release, lines near the series' own have moved in a few files. The step has
-to report how each patch applies, and to stop at the one with a conflict. CHECKOUT is
-the pinned release as `series.py sdist --git` makes it; it is not changed.
+In the made release, lines near the series' own have moved in a few files, and nothing
+calls a method that the overlay overrides. The step has to report how each patch
+applies, to find that method and nothing else, and to stop at the patch with a conflict.
+CHECKOUT is the pinned release as `series.py sdist --git` makes it; it is not changed.
 """
 
 import argparse
@@ -41,11 +42,16 @@ MOVED = {
         "    # Placeholder for third-party/custom backends - must",
         '    OTHER = "other.Backend"\n    # Placeholder for custom backends - must',
     ),
+    "vllm/model_executor/layers/attention/mla_attention.py": (
+        "            self.impl.reserve_workspace()\n",
+        "            pass\n",
+    ),
 }
 VERDICTS = {
     "add-the-turbo-cache-dtypes.patch": "3-way",
     "register-the-turbo-backend.patch": "conflict, to be resolved",
 }
+LOST = ["overrides MLAAttentionImpl.reserve_workspace, which nothing reads any more"]
 
 
 def make_release(checkout: Path, folder: Path) -> Upstream:
@@ -74,8 +80,8 @@ def copy_project(folder: Path) -> Path:
     return folder
 
 
-def step(checkout: Path, folder: Path) -> dict[str, str]:
-    """Returns the report of a step to the made release, by patch."""
+def step(checkout: Path, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Returns how each patch comes to the made release, and the findings."""
     old = sdist.download(load_upstream(ROOT))
     cache = folder / "cache" / "vllm-turbo"
     cache.mkdir(parents=True)
@@ -91,22 +97,27 @@ def step(checkout: Path, folder: Path) -> dict[str, str]:
         status = cli.main(project, ["step", VERSION])
     print(said.getvalue(), end="")
     assert status == 1, "the step did not stop at the conflict"
-    lines = (line.split("  ", 1) for line in said.getvalue().splitlines())
-    return {line[0]: line[1].strip() for line in lines if line[0].endswith(".patch")}
+    lines = said.getvalue().splitlines()
+    rows = (line.split("  ", 1) for line in lines)
+    verdicts = {row[0]: row[1].strip() for row in rows if row[0].endswith(".patch")}
+    found = [line.strip() for line in lines if line.startswith("  vllm_overlay/")]
+    return verdicts, [line.partition(" ")[2] for line in found]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="the pinned release")
     with tempfile.TemporaryDirectory() as scratch:
-        found = step(parser.parse_args().checkout.resolve(), Path(scratch))
+        found, lost = step(parser.parse_args().checkout.resolve(), Path(scratch))
     names = [each.name for each in load_series(ROOT).patches]
     last = names.index("register-the-turbo-backend.patch")
     wanted = {name: VERDICTS.get(name, "clean") for name in names[: last + 1]}
     for name in wanted.keys() | found.keys():
         if wanted.get(name) != found.get(name):
             print(f"{name}: {found.get(name)}, not {wanted.get(name)}")
-    return 0 if found == wanted else 1
+    if lost != LOST:
+        print(f"findings: {lost}, not {LOST}")
+    return 0 if (found, lost) == (wanted, LOST) else 1
 
 
 if __name__ == "__main__":

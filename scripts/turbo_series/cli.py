@@ -5,6 +5,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from . import branch, lint, operate, pins, report, sdist, step
@@ -112,8 +113,15 @@ def _step(args: argparse.Namespace) -> int:
     if args.abort:
         step.abort(folder)
         return 0
+    if args.check and not args.version:
+        raise SeriesError("--check is for a VERSION")
     if args.version:
         old = load_upstream(args.root)
+        if args.check:
+            # A list needs no wheels, which may come later than the sdist.
+            new = pins.find_pins(replace(old, wheels={}), args.version)
+            step.forecast(args.root, new)
+            return 0
         step.prepare(args.root, folder, pins.find_pins(old, args.version))
     return 0 if step.resume(args.root, folder) else 1
 
@@ -189,6 +197,7 @@ def _parser(root: Path) -> argparse.ArgumentParser:
     sub.add_argument(
         "--folder", type=Path, help="where the work is done (default: build/step)"
     )
+    check(sub, "list what a person must look at, write nothing")
     return parser
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from .branch import (
     commit_series,
-    find_commits,
     project_files,
     prune,
     read_branch,
@@ -24,18 +23,27 @@ from .branch import (
 from .errors import SeriesError
 from .git import Git
 from .model import PATCHES, load_series
+from .rebase import (
+    BRANCH,
+    NEW_BASE,
+    OLD_BASE,
+    OLD_TIP,
+    commits_above,
+    is_based,
+    rebase_blindly,
+    refuse_unresolved,
+    stop_lines,
+    subject_of,
+    under_way,
+)
 from .report import index, index_path
 from .sdist import WHO, download, unpack
 from .series_file import patch_name, subjects
 from .target import open_target
 from .upstream import PIN_FILE, Upstream, load_upstream, to_toml
+from .worklist import compare, finding_lines, judge, work_list
 
 Say = Callable[[str], None]
-BRANCH = "turbo"
-# The ends of a rebase, as refs that are out of the user's way.
-OLD_TIP = "refs/turbo-step/series"
-OLD_BASE = "refs/turbo-step/old"
-NEW_BASE = "refs/turbo-step/new"
 
 
 def _state(folder: Path) -> Path:
@@ -102,115 +110,75 @@ def _quiet(text: str) -> None:
     pass
 
 
-def _under_way(git: Git) -> bool:
-    return (git.folder / ".git/rebase-merge").is_dir()
-
-
-def _refuse_unresolved(git: Git) -> None:
-    """Raise unless all conflicts are resolved and staged."""
-    if not _under_way(git):
-        if git.out("status", "--porcelain", "--untracked-files=no"):
-            raise SeriesError(f"{git.folder} has uncommitted changes")
-        return
-    left = git.text("diff", "--name-only", "--diff-filter=U").splitlines()
-    left += git.text("diff", "--name-only").splitlines()
-    if left:
-        raise SeriesError(
-            f"{git.folder}: resolve and `git add` {', '.join(sorted(set(left)))}"
-        )
-    marks = git.run("diff", "--cached", "--check").stdout.decode()
-    if "leftover conflict marker" in marks:
-        raise SeriesError(f"{git.folder}: {marks.splitlines()[0]}")
-
-
 def resume(root: Path, folder: Path, say: Say = print) -> bool:
     """Rebase as far as it goes; then write the series. Returns whether it is done."""
     git = _git(folder)
-    _refuse_unresolved(git)
-    if _under_way(git):
+    refuse_unresolved(git)
+    begins = not under_way(git) and not is_based(git)
+    if under_way(git):
         done = git.run("rebase", "--continue")
-    elif git.run("merge-base", "--is-ancestor", NEW_BASE, BRANCH).returncode:
+    elif begins:
         done = git.run("rebase", "--quiet", "--onto", NEW_BASE, OLD_BASE, BRANCH)
     else:
         done = None
-    if done is not None and done.returncode and not _under_way(git):
+    if done is not None and done.returncode and not under_way(git):
         raise SeriesError(f"{folder}: {done.stderr.decode(errors='replace').strip()}")
-    for line in _report(git):
-        say(line)
-    if _under_way(git):
-        paths = git.text("diff", "--name-only", "--diff-filter=U").split("\n")
-        say(
-            f"\nIn {folder} resolve and `git add` {', '.join(paths)}, "
-            "or `git rebase --skip` the patch; then series.py step --continue, "
-            "or --abort"
-        )
+    rows = _report(git)
+    width = max(len(name) for name, _ in rows)
+    for name, verdict in rows:
+        say(f"{name:{width}}  {verdict}")
+    if under_way(git):
+        if begins:
+            # Known before the first conflict is resolved.
+            findings = compare(git, (OLD_BASE, OLD_TIP), (NEW_BASE, NEW_BASE))
+            say("\n" + "\n".join(finding_lines(findings)))
+        say("\n" + "\n".join(stop_lines(git)))
         return False
-    _finish(root, git, say)
+    _finish(root, git, rows, say)
     return True
 
 
-def _report(git: Git) -> list[str]:
+def forecast(root: Path, new: Upstream, say: Say = print) -> None:
+    """Say what a person must look at in a step, and write nothing."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "step"
+        prepare(root, folder, new)
+        git = _git(folder)
+        rebase_blindly(git)
+        _say_work(git, _report(git), NEW_BASE, say)
+
+
+def _say_work(git: Git, rows: list[tuple[str, str]], tip: str, say: Say) -> None:
+    """Say what a person must look at, with the series at a tip."""
+    new = load_upstream(_state(git.folder))
+    findings = compare(git, (OLD_BASE, OLD_TIP), (NEW_BASE, tip))
+    for line in work_list(f"{new.project} {new.version}", rows, findings):
+        say(line)
+
+
+def _report(git: Git) -> list[tuple[str, str]]:
     """Each patch, and how it came to the new base, as far as that is known."""
     known = subjects(_before(git.folder))
-    tip = "HEAD" if _under_way(git) else BRANCH
-    made = {_subject(git, commit): commit for commit in _line(git, NEW_BASE, tip)}
+    tip = "HEAD" if under_way(git) else BRANCH
+    made = {
+        subject_of(git, commit): commit for commit in commits_above(git, NEW_BASE, tip)
+    }
     stopped = git.run("rev-parse", "--verify", "--quiet", "REBASE_HEAD").stdout.decode()
     rows = []
-    for commit in _line(git, OLD_BASE, OLD_TIP):
-        subject = _subject(git, commit)
+    for commit in commits_above(git, OLD_BASE, OLD_TIP):
+        subject = subject_of(git, commit)
         if subject in made:
             verdict = judge(git, commit, f"{made.pop(subject)}^")
-        elif _under_way(git) and commit == stopped.strip():
+        elif under_way(git) and commit == stopped.strip():
             rows.append((patch_name(known, subject), "conflict, to be resolved"))
             break
         else:
             verdict = "dropped"
         rows.append((patch_name(known, subject), verdict))
-    rows += [(patch_name(known, subject), "new") for subject in made]
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:{width}}  {verdict}" for name, verdict in rows]
+    return rows + [(patch_name(known, subject), "new") for subject in made]
 
 
-def _line(git: Git, base: str, tip: str) -> list[str]:
-    """The commits of the series above a base."""
-    none = git.text("rev-parse", base) == git.text("rev-parse", tip)
-    return [] if none else find_commits(git, tip, base)
-
-
-def _subject(git: Git, commit: str) -> str:
-    return git.text("log", "-1", "--format=%s", commit)
-
-
-def judge(git: Git, commit: str, parent: str) -> str:
-    """How a commit comes to another parent than its own.
-
-    Returns:
-        "clean" if its diff applies as it is, though maybe at other lines; "3-way" if
-        a merge of each file has no conflict; else "conflict".
-
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        own = Git(git.folder, env={**git.env, "GIT_INDEX_FILE": f"{scratch}/index"})
-        own.out("read-tree", parent)
-        change = (f"{commit}^", commit)
-        diff = own.out("diff-tree", "-p", "--binary", *change)
-        if own.run("apply", "--cached", "--check", data=diff).returncode == 0:
-            return "clean"
-        for path in own.text("diff-tree", "-r", "--name-only", *change).splitlines():
-            names = []
-            for side in (parent, *change):
-                blob = own.run("cat-file", "blob", f"{side}:{path}")
-                if blob.returncode == 0:
-                    names.append(f"{scratch}/{side.replace('/', '-')}")
-                    Path(names[-1]).write_bytes(blob.stdout)
-            added = len(names) == 1
-            merged = ["merge-file", "--quiet", "--stdout", *names]
-            if not added and (len(names) < 3 or own.run(*merged).returncode):
-                return "conflict"
-    return "3-way"
-
-
-def _finish(root: Path, git: Git, say: Say) -> None:
+def _finish(root: Path, git: Git, rows: list[tuple[str, str]], say: Say) -> None:
     """Write the files of the series, its pins and its index."""
     before = _before(git.folder)
     with tempfile.TemporaryDirectory() as scratch:
@@ -228,6 +196,7 @@ def _finish(root: Path, git: Git, say: Say) -> None:
                 )
         _copy(after, root, names)
     remember_base(git, BRANCH, NEW_BASE)
+    _say_work(git, rows, BRANCH, say)
     shutil.rmtree(_state(git.folder))
     say(f"\nthe series is for {series.upstream.project} {series.upstream.version} now")
 
@@ -239,7 +208,7 @@ def _read(path: Path) -> bytes | None:
 def abort(folder: Path, say: Say = print) -> None:
     """Give a step up; the project's files are as they were."""
     git = _git(folder)
-    if _under_way(git):
+    if under_way(git):
         git.out("rebase", "--abort")
     shutil.rmtree(_state(folder))
     say(f"given up; {folder} can be deleted")

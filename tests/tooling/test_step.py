@@ -4,7 +4,6 @@
 
 import os
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -19,26 +18,16 @@ from turbo_series.upstream import Pin, Upstream, load_upstream, to_toml
 from turbo_series.verify import verify
 
 OLD, NEW = "0.33.0", "0.34.0"
-# Changes of the base, as (path, old, new).
-Change = tuple[str, str, str]
 OFFSET = (".buildkite/steps.yaml", "steps:", "env: {}\nsteps:")
 NEIGHBOUR = ("vllm/config/cache.py", "'auto'", "'automatic'")
 RESOLVED = "# CI\n\nsteps:\n  - one\n  - 2\n  - turbo\n"
 SAME_LINE = (".buildkite/steps.yaml", "  - two\n", "  - 2\n")
+DELETED = ("vllm/platforms/cuda.py", "", "")
 
 
-def _release(folder: Path, version: str, *changes: Change) -> Pin:
+def _release(folder: Path, version: str, *changes: trees.Change) -> Pin:
     """Make the sdist of a release and pin it."""
-    top = trees.make_sdist(folder / f"vllm-{version}")
-    (top / "PKG-INFO").write_text(trees.PKG_INFO.replace(OLD, version))
-    for path, old, new in changes:
-        text = (top / path).read_text()
-        assert text.count(old) == 1
-        (top / path).write_text(text.replace(old, new))
-    archive = folder / f"vllm-{version}.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(top, arcname=top.name)
-    shutil.rmtree(top)
+    archive = trees.make_release(folder, version, *changes)
     return Pin(archive.name, sdist.sha256_of(archive))
 
 
@@ -73,7 +62,7 @@ class Step:
         self.project, self.work = project, project / "build/step"
         self.cache, self.patch = cache, patch
 
-    def start(self, *changes: Change) -> int:
+    def start(self, *changes: trees.Change) -> int:
         new = Upstream("vllm", NEW, _release(self.cache, NEW, *changes), {})
         self.patch.setattr(cli.pins, "find_pins", lambda old, version: new)
         return self.run(NEW)
@@ -171,9 +160,103 @@ def test_conflict(
     step.git("add", "-A")
     assert step.run("--continue") == 0
     said = capsys.readouterr().out
-    assert list(_verdicts(said).values()) == ["3-way", "clean", "clean", "conflict"]
+    conflict = "conflict in .buildkite/steps.yaml"
+    assert list(_verdicts(said).values()) == ["3-way", "clean", "clean", conflict]
+    work = said.partition(f"To look at, for vllm {NEW}:")[2]
+    assert "  cache-dtype.patch: 3-way\n" in work
+    assert f"  ci-step.patch: {conflict}\n" in work
     assert f"the series is for vllm {NEW} now" in said
     step.assert_applies(tmp_path / "tree")
+
+
+def test_deleted_upstream(
+    step: Step, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that the release lacks is named at once, and cannot be brought back."""
+    assert step.start(DELETED, SAME_LINE) == 1
+    said = capsys.readouterr().out
+    path = DELETED[0]
+    assert f"deleted upstream: {path}; `git rm` it" in said
+    assert f"In {step.work} `git rm` {path}, or" in said
+    step.git("add", path)
+    for _ in range(2):
+        assert step.run("--continue") == 1
+        error = f"deleted upstream: {path}; `git rm` it"
+        assert error in capsys.readouterr().err
+    step.git("rm", "-q", "-f", path)
+    assert step.run("--continue") == 1
+    said = capsys.readouterr().out
+    assert _verdicts(said)["backend.patch"] == f"deleted upstream: {path}"
+    assert "conflict in .buildkite/steps.yaml\n" in said
+    (step.work / ".buildkite/steps.yaml").write_text(RESOLVED)
+    step.git("add", "-A")
+    assert step.run("--continue") == 0
+    assert f"  backend.patch: deleted upstream: {path}\n" in capsys.readouterr().out
+    step.assert_applies(tmp_path / "tree")
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_brought_back_by_hand(
+    step: Step, capsys: pytest.CaptureFixture[str], is_last: bool
+) -> None:
+    """Plain git may commit a file that the release lacks; the step then refuses it."""
+    assert step.start(DELETED, *[SAME_LINE][is_last:]) == 1
+    path = DELETED[0]
+    step.git("add", path)
+    git = ("-c", "core.editor=true")
+    if is_last:
+        step.git(*git, "rebase", "--continue")
+    else:
+        step.git("commit", "-q", "-C", "REBASE_HEAD")
+    assert step.run("--continue") == 1
+    said = capsys.readouterr().err
+    assert f"deleted upstream: {path}, which '[Attention] Select the turbo" in said
+    if is_last:
+        todo = "sequence.editor=sed -i '2s/^pick/edit/'"
+        step.git("-c", todo, "rebase", "-q", "-i", "refs/turbo-step/new", "turbo")
+    step.git("rm", "-q", path)
+    step.git("commit", "-q", "--amend", "--no-edit")
+    assert step.run("--continue") == (0 if is_last else 1)
+    assert "deleted upstream" not in capsys.readouterr().err
+
+
+def test_list_of_a_step(step: Step, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --check it has all patches, behind conflicts as well; nothing is written."""
+    path = "vllm/config/cache.py"
+    changes = (path, "'fp8'", "'fp16'"), (path, "SIZE = 1", "SIZE = 3"), DELETED
+    new = Upstream("vllm", NEW, _release(step.cache, NEW, *changes), {})
+    asked = []
+    step.patch.setattr(cli.pins, "find_pins", lambda *args: asked.append(args) or new)
+    before = step.files()
+    assert step.run(NEW, "--check") == 0
+    ((old, version),) = asked
+    assert (old.wheels, version) == ({}, NEW)
+    said = capsys.readouterr().out
+    assert "- patches that do not apply as they are: 2\n" in said
+    assert f"  cache-dtype.patch: conflict in {path}\n" in said
+    deleted = f"deleted upstream: {DELETED[0]}"
+    assert f"  backend.patch: conflict in {path}; {deleted}\n" in said
+    assert "gone: 0\n" in said
+    assert step.files() == before and not step.work.exists()
+    assert step.run("--continue", "--check") == 1
+    assert "--check is for a VERSION" in capsys.readouterr().err
+
+
+def test_names_that_the_overlay_uses(
+    step: Step, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lost one is said at the first stop, and in the end if it is still lost."""
+    path = "vllm/turbo/format.py"
+    text = trees.SPDX + "from vllm.platforms.cuda import backend\nBACKEND = backend()\n"
+    (step.project / "vllm_overlay" / path).write_text(text)
+    lost = f"vllm_overlay/{path}:3 imports vllm.platforms.cuda.backend, which is gone"
+    assert step.start(DELETED) == 1
+    assert f"  {lost}\n" in capsys.readouterr().out
+    step.git("rebase", "--skip")
+    assert step.run("--continue") == 0
+    work = capsys.readouterr().out.partition("To look at")[2]
+    assert f"  {lost}\n" in work
+    assert "  backend.patch: dropped\n" in work
 
 
 def test_continued_by_hand(step: Step, tmp_path: Path) -> None:

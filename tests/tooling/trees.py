@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import subprocess
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,6 +119,28 @@ def make_checkout(root: Path) -> Path:
 def make_sdist(root: Path) -> Path:
     write_tree(root, {**BASE, "PKG-INFO": PKG_INFO})
     return root
+
+
+# A change of the base, as (path, old, new); with an empty old text a file is deleted.
+Change = tuple[str, str, str]
+
+
+def make_release(folder: Path, version: str, *changes: Change) -> Path:
+    """The packed sdist of another release of the base."""
+    top = make_sdist(folder / f"vllm-{version}")
+    (top / "PKG-INFO").write_text(PKG_INFO.replace("0.33.0", version))
+    for path, old, new in changes:
+        if not old:
+            (top / path).unlink()
+            continue
+        text = (top / path).read_text()
+        assert text.count(old) == 1
+        (top / path).write_text(text.replace(old, new))
+    archive = folder / f"vllm-{version}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(top, arcname=top.name)
+    shutil.rmtree(top)
+    return archive
 
 
 def _record_line(path: str, data: bytes) -> str:
