@@ -126,6 +126,12 @@ def _step(args: argparse.Namespace) -> int:
     return 0 if step.resume(args.root, folder) else 1
 
 
+def _newer(args: argparse.Namespace) -> int:
+    if version := pins.find_newer(load_upstream(args.root)):
+        print(version)
+    return 0
+
+
 def _parser(root: Path) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="series.py", description=__doc__)
     parser.add_argument(
@@ -198,6 +204,7 @@ def _parser(root: Path) -> argparse.ArgumentParser:
         "--folder", type=Path, help="where the work is done (default: build/step)"
     )
     check(sub, "list what a person must look at, write nothing")
+    command("newer", _newer, "print the newest release, if the pin is of an older one")
     return parser
 
 

@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,23 @@ def find_pins(old: Upstream, version: str) -> Upstream:
         sdist=_sdist(old.project, version),
         wheels={arch: _wheel(old.project, version, arch) for arch in old.wheels},
     )
+
+
+def find_newer(pinned: Upstream) -> str | None:
+    """The newest release that has an sdist, if it is newer than the pinned one."""
+    project = pinned.project
+    # At the level that run_pip asks for, this command says nothing.
+    said = run_pip("index", "versions", "--verbose", f"--no-binary={project}", project)
+    found = re.search(rf"^{re.escape(project)} \((.+)\)$", said, re.MULTILINE)
+    if found is None:
+        raise SeriesError(f"pip index: no version of {project} in its answer")
+    newest, own = found[1], pinned.version
+    older = _numbers(newest) <= _numbers(own)
+    return None if older else newest
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _sdist(project: str, version: str) -> Pin:
