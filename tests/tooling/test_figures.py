@@ -81,7 +81,12 @@ ROWS: dict[str, Measured | None] = {
         digits=1,
     ),
     "divergence of SmolLM2-135M, millinats": Measured(
-        "check-smollm2-means-auto/check.json", CHECK, {}, ("kl_mean",), factor=1e3, digits=1
+        "check-smollm2-means-auto/check.json",
+        CHECK,
+        {},
+        ("kl_mean",),
+        factor=1e3,
+        digits=1,
     ),
     "divergence of needle-llama, K's mean kept, millinats": Measured(
         "window-llama/quality.json",
