@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import branch, lint, operate, pins, report, sdist, step
+from . import branch, lint, operate, pins, proposals, propose, report, sdist, step
 from .errors import SeriesError
 from .git import Git
 from .kernels import load_kernels
@@ -132,6 +132,21 @@ def _newer(args: argparse.Namespace) -> int:
     return 0
 
 
+def _pr(args: argparse.Namespace) -> int:
+    series = load_series(args.root)
+    if args.list:
+        found = proposals.load_proposals(series)
+        print(proposals.table(found))
+        return 1 if any(map(proposals.faults, found)) else 0
+    if args.name is None:
+        raise SeriesError("which proposal? series.py pr --list names them")
+    if args.check:
+        propose.check(series, args.name, args.folder, args.onto)
+    else:
+        propose.propose(series, args.name, args.folder, args.onto, args.body)
+    return 0
+
+
 def _parser(root: Path) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="series.py", description=__doc__)
     parser.add_argument(
@@ -205,6 +220,24 @@ def _parser(root: Path) -> argparse.ArgumentParser:
     )
     check(sub, "list what a person must look at, write nothing")
     command("newer", _newer, "print the newest release, if the pin is of an older one")
+    sub = command("pr", _pr, "make the branch and the body of a pull request to vLLM")
+    sub.add_argument("name", nargs="?", metavar="NAME", help="an entry, without .patch")
+    sub.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="a checkout that has the base (default: the current folder)",
+    )
+    sub.add_argument(
+        "--onto", metavar="REF", help="where it starts (default: the base)"
+    )
+    sub.add_argument(
+        "--body", type=Path, metavar="FILE", help="the body (default: build/pr/NAME.md)"
+    )
+    sub.add_argument("--list", action="store_true", help="show all proposals instead")
+    check(sub, "run the tests, write nothing")
     return parser
 
 
