@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Proposals of a small series, on a checkout of the small vLLM; and the real ones."""
 
+import itertools
 import shutil
 import sys
 from collections.abc import Callable
@@ -430,6 +431,14 @@ def test_a_folder_of_no_entry(work: Work) -> None:
 
 
 def test_real_proposals() -> None:
-    """Each is ready as far as its text says."""
-    proposals = load_proposals(load_series(trees.ROOT))
+    """All entries of vLLM's own code have one, which is ready as far as text says."""
+    series = load_series(trees.ROOT)
+    proposals = load_proposals(series)
     assert {each.name: faults(each) for each in proposals if faults(each)} == {}
+    # The first entries of vLLM's own code; the files of ours follow them.
+    fixes = itertools.takewhile(
+        lambda patch: not series.overlay_of(patch), series.patches
+    )
+    names = {patch.name.removesuffix(".patch") for patch in fixes}
+    ours = "add-the-turbo-cache-dtypes"
+    assert names - {ours} == {each.name for each in proposals}
