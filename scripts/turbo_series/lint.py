@@ -20,6 +20,8 @@ from .git import Git, scratch
 from .model import OVERLAY, PATCHES, Series, glob_regex, load_overlay, read_order
 from .patchfile import Patch, parse_patch
 from .plan import chains
+from .proposals import PROPOSALS, faults, load_proposals
+from .propose import find_conflicts
 from .series_file import NAME
 from .upstream import load_upstream
 
@@ -245,6 +247,24 @@ def canonical(series: Series) -> Iterator[str]:
                     yield f"{patch.name}: more than the change follows {file.path}"
 
 
+def proposals(series: Series) -> Iterator[str]:
+    """Each proposal is ready for vLLM, as far as its text says."""
+    if not (series.root / PROPOSALS).is_dir():
+        return
+    try:
+        for proposal in load_proposals(series):
+            for text in faults(proposal):
+                yield f"{proposal.name} {text}"
+    except SeriesError as error:
+        yield str(error)
+
+
+def proposals_merge(series: Series, base: Path) -> Iterator[str]:
+    """Each proposal merges onto the base alone, and so do its tests."""
+    if (series.root / PROPOSALS).is_dir():
+        yield from find_conflicts(series, base)
+
+
 def overlay_new(series: Series, base: Path) -> Iterator[str]:
     """The overlay only adds."""
     for path in series.overlay:
@@ -281,10 +301,12 @@ RULES: dict[str, Rule] = {
     "hands-off": hands_off,
     "chained": chained,
     "canonical": canonical,
+    "proposals": proposals,
 }
 BASE_RULES: dict[str, BaseRule] = {
     "overlay-new": overlay_new,
     "round-trip": round_trip,
+    "proposals-merge": proposals_merge,
 }
 # Checked while the series is read, since a series that breaks one cannot be loaded.
 READ_RULES = ("series-complete", "readable")

@@ -19,7 +19,14 @@ from .branch import base_ref, build_commits
 from .errors import SeriesError
 from .git import Git
 from .model import Series
-from .proposals import PROPOSALS, Proposal, faults, find_proposal, is_test
+from .proposals import (
+    PROPOSALS,
+    Proposal,
+    faults,
+    find_proposal,
+    is_test,
+    load_proposals,
+)
 from .target import open_target
 
 Say = Callable[[str], None]
@@ -152,16 +159,34 @@ def prepared(
 
     """
     base, entry = _find_entry(series, proposal, git)
-    start = git.text("rev-parse", "--verify", f"{onto or base}^{{commit}}")
+    with work_tree(git, onto or base) as tree:
+        _stage(tree, proposal, entry, onto or "the pinned release")
+        yield tree
+
+
+@contextlib.contextmanager
+def work_tree(git: Git, commit: str) -> Iterator[Git]:
+    """A work tree at a commit, which is gone afterwards."""
+    start = git.text("rev-parse", "--verify", f"{commit}^{{commit}}")
     with tempfile.TemporaryDirectory(prefix="turbo-series-") as scratch:
         folder = Path(scratch) / "vllm"
         git.out("worktree", "add", "--quiet", "--detach", str(folder), start)
         try:
-            tree = Git(folder)
-            _stage(tree, proposal, entry, onto or "the pinned release")
-            yield tree
+            yield Git(folder)
         finally:
             git.out("worktree", "remove", "--force", str(folder))
+
+
+def find_conflicts(series: Series, checkout: Path) -> Iterator[str]:
+    """Yield why a proposal does not merge onto the checkout's HEAD alone."""
+    git = Git(checkout)
+    with work_tree(git, "HEAD") as tree:
+        for proposal in load_proposals(series):
+            try:
+                _stage(tree, proposal, _find_entry(series, proposal, git)[1], "HEAD")
+            except SeriesError as error:
+                yield str(error)
+            tree.out("reset", "--quiet", "--hard")
 
 
 def _find_entry(series: Series, proposal: Proposal, git: Git) -> tuple[str, str]:
