@@ -222,6 +222,16 @@ def test_tests_of_the_proposal(work: Work) -> None:
     assert "1 failed" in body.read_text()
 
 
+def test_an_adapted_test(work: Work) -> None:
+    """It may pass without the change, beside a new one that fails."""
+    adapted = TESTED[2].replace(
+        "test_base():\n    pass", "test_base():\n    assert SIZE"
+    )
+    work.write_entry(EDIT, (TESTED[0], TESTED[1], adapted))
+    assert work.run() == 0
+    assert "1 failed, 1 passed" in work.body() and "2 passed" in work.body()
+
+
 def test_onto_another_commit(work: Work) -> None:
     """Lines have moved there, and one beside the change is another."""
     work.git("switch", "-q", "-c", "upstream")
