@@ -4,7 +4,7 @@
 
 The series must be a branch of a checkout, as `series.py import` makes it. The hooks are
 those of the checkout's configuration that run in seconds: its own checks, and the
-linters that are in this environment. mypy takes minutes, and runs if it is asked for.
+linters that are in this environment. mypy takes minutes.
 """
 
 import argparse
@@ -25,27 +25,24 @@ TOOLS: dict[str, dict] = {
 WRITES = {"--fix", "--verbose"}
 
 
-def here(hook: dict, left_out: set[str]) -> dict | None:
+def here(hook: dict) -> dict | None:
     """Returns a hook as it runs in this environment, or None if it does not."""
     if hook["id"] in TOOLS:
         hook = {"name": hook["id"], **hook, **TOOLS[hook["id"]]}
         hook["args"] = [word for word in hook.get("args", []) if word not in WRITES]
-    elif hook["id"] in left_out or not hook.get("entry", "").startswith(
-        "python tools/"
-    ):
+    elif hook["id"] in SLOW or not hook.get("entry", "").startswith("python tools/"):
         return None
     # vLLM or this project has the packages that hooks ask for.
-    unused = ("additional_dependencies", "verbose")
-    kept = {name: value for name, value in hook.items() if name not in unused}
+    left_out = ("additional_dependencies", "verbose")
+    kept = {name: value for name, value in hook.items() if name not in left_out}
     return {**kept, "language": "system"}
 
 
-def configuration(folder: Path, left_out: set[str]) -> str:
+def configuration(folder: Path) -> str:
     """Returns the text of a pre-commit configuration of the hooks that run here."""
     theirs = yaml.safe_load((folder / ".pre-commit-config.yaml").read_text())
-    every = [hook for repo in theirs["repos"] for hook in repo["hooks"]]
-    hooks = [run for hook in every if (run := here(hook, left_out))]
-    own = {"repo": "local", "hooks": hooks}
+    hooks = [here(hook) for repo in theirs["repos"] for hook in repo["hooks"]]
+    own = {"repo": "local", "hooks": [hook for hook in hooks if hook]}
     return yaml.safe_dump({"exclude": theirs.get("exclude", "^$"), "repos": [own]})
 
 
@@ -56,7 +53,6 @@ def main() -> int:
     parser.add_argument(
         "--staged", action="store_true", help="the files that are staged instead"
     )
-    parser.add_argument("--mypy", action="store_true", help="also run mypy")
     args = parser.parse_args()
     changes = ["git", "diff", "--name-only", "-z"]
     if args.staged:
@@ -69,8 +65,7 @@ def main() -> int:
     files = listed.stdout.split("\0")[:-1]
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "hooks.yaml"
-        left_out = set() if args.mypy else SLOW
-        config.write_text(configuration(args.folder, left_out))
+        config.write_text(configuration(args.folder))
         command = ["pre-commit", "run", "--config", str(config), "--files", *files]
         return subprocess.run(command, cwd=args.folder).returncode
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,30 +194,14 @@ def prove(proposal: Proposal, tree: Git, say: Say) -> str:
     )
 
 
-def run_hooks(root: Path, tree: Git, say: Say) -> str:
-    """Run vLLM's pre-commit hooks, as far as this environment has them.
-
-    Returns:
-        The part of the pull request's text that shows them; empty if none ran.
-
-    Raises:
-        SeriesError: A hook fails.
-
-    """
+def _run(command: list[str], tree: Git) -> "subprocess.CompletedProcess[str]":
+    """Run a tool in a work tree, with the programs beside `PYTHON` found first."""
     python = user_python()
-    probe = [python, "-c", "import pre_commit, yaml"]
-    if subprocess.run(probe, capture_output=True, check=False).returncode:
-        say(f"left out: vLLM's pre-commit, which {python} does not have")
-        return ""
     folder = str(Path(shutil.which(python) or python).parent)
     path = os.pathsep.join([folder, os.environ.get("PATH", "")])
-    command = [python, str(root / "ci/vllm_hooks.py"), str(tree.folder), "--staged"]
-    if shutil.which("mypy", path=path):
-        command.append("--mypy")
-    else:
-        say("left out: mypy, which is not installed")
-    done = subprocess.run(
-        command,
+    return subprocess.run(
+        [python, *command],
+        cwd=tree.folder,
         env={**os.environ, "PATH": path},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -224,9 +209,64 @@ def run_hooks(root: Path, tree: Git, say: Say) -> str:
         errors="replace",
         check=False,
     )
+
+
+def run_hooks(root: Path, tree: Git, say: Say) -> str:
+    """Run vLLM's pre-commit hooks and mypy, as far as this environment has them.
+
+    Returns:
+        The part of the pull request's text that shows them; empty if none ran.
+
+    Raises:
+        SeriesError: A hook fails, or mypy has an error that it has not without the
+            change.
+
+    """
+    if _run(["-c", "import pre_commit, yaml"], tree).returncode:
+        say(f"left out: vLLM's pre-commit, which {user_python()} does not have")
+        return ""
+    done = _run([str(root / "ci/vllm_hooks.py"), str(tree.folder), "--staged"], tree)
     output = clean(done.stdout, tree.folder.parent).strip()
     if done.returncode:
         raise SeriesError(f"vLLM's pre-commit fails:\n{output or done.stderr.strip()}")
     lines = [line for line in output.splitlines() if not line.endswith("Skipped")]
-    say("vLLM's pre-commit passes")
+    lines.append(run_mypy(tree))
+    say(f"vLLM's pre-commit passes; {lines[-1]}")
     return "\nvLLM's pre-commit hooks:\n\n```console\n" + "\n".join(lines) + "\n```\n"
+
+
+def run_mypy(tree: Git) -> str:
+    """Run vLLM's mypy hook with and, if it has errors, without the change.
+
+    The hook's own environment lacks PyTorch, so one that has it may find more.
+
+    Returns:
+        A line on the result.
+
+    Raises:
+        SeriesError: There are errors with the change alone.
+
+    """
+    changed = ("diff", "--cached", "--name-only", "--diff-filter=M", "--", "*.py")
+    files = tree.text(*changed).split()
+    hook = tree.folder / "tools/pre_commit/mypy.py"
+    if not hook.is_file() or _run(["-c", "import mypy"], tree).returncode:
+        return "mypy: left out, it is not here"
+    command = [str(hook), "3.11", *files]
+    after = mypy_errors(_run(command, tree).stdout)
+    if not after:
+        return "mypy: no errors"
+    tree.out("restore", "--source=HEAD", "--worktree", "--", *files)
+    try:
+        before = mypy_errors(_run(command, tree).stdout)
+    finally:
+        tree.out("restore", "--worktree", "--", *files)
+    if new := after - before:
+        raise SeriesError("mypy, with the change:\n" + "\n".join(new.elements()))
+    return f"mypy: {before.total()} errors without the change, none new with it"
+
+
+def mypy_errors(text: str) -> Counter[str]:
+    """The errors that mypy printed, without their lines' numbers."""
+    found = re.findall(r"^(\S+?):\d+(?::\d+)?: error: (.+)$", text, re.MULTILINE)
+    return Counter(f"{path}: {error}" for path, error in found)

@@ -395,6 +395,36 @@ def test_a_python_without_pytest(work: Work, monkeypatch: pytest.MonkeyPatch) ->
         propose.check(load_series(work.project), NAME, work.checkout)
 
 
+MYPY = """
+import subprocess, sys
+sys.exit(subprocess.run(["mypy", *sys.argv[2:]]).returncode)
+"""
+WRONG = "NAME: int = 'a'\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("", "", "mypy: no errors"),
+        (WRONG, "", "mypy: 1 errors without the change, none new with it"),
+        ("", WRONG, "cache.py: Incompatible types in assignment"),
+    ],
+)
+def test_mypy(
+    work: Work, old: str, new: str, words: str, capsys: pytest.CaptureFixture
+) -> None:
+    """Errors that are there without the change are no hindrance."""
+    pytest.importorskip("mypy")
+    files = {"tools/pre_commit/mypy.py": MYPY, EDIT[0]: trees.BASE[EDIT[0]] + old}
+    trees.write_tree(work.checkout, files)
+    work.git("add", "-A")
+    work.git("commit", "-q", "-m", "mypy")
+    work.write_entry((EDIT[0], EDIT[1], EDIT[2] + new), TESTED)
+    assert work.run() == bool(new)
+    said = capsys.readouterr()
+    assert words in (said.err if new else said.out)
+
+
 def test_list(work: Work, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(work.project, ["pr", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
