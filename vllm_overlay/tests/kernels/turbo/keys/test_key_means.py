@@ -4,6 +4,8 @@
 and each rank's layers get the offsets that follow.
 """
 
+from contextlib import ExitStack, nullcontext
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -11,17 +13,15 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.sequence import IntermediateTensors
+from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.interface import offset_rows
 from vllm.v1.attention.ops.turbo.keys import bias as key_bias
 from vllm.v1.attention.ops.turbo.keys import means as key_means
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
-from vllm.v1.attention.ops.turbo.keys.means import (
-    KeyPass,
-    LayerMeans,
-    PassError,
-    first_tokens,
-)
+from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, first_tokens
 from vllm.v1.attention.ops.turbo.keys.offset import (
     UnknownRotation,
     find_rotary,
@@ -30,7 +30,10 @@ from vllm.v1.attention.ops.turbo.keys.offset import (
     mean_rotated,
     rotate_rows,
 )
-from vllm.v1.attention.ops.turbo.serving import means as serving_means
+from vllm.v1.attention.ops.turbo.keys.run_pass import make_pass as make_model_pass
+from vllm.v1.attention.ops.turbo.keys.run_pass import run_stage
+from vllm.v1.attention.ops.turbo.keys.text_pass import PassError, TextPass
+from vllm.v1.attention.ops.turbo.serving import means_tables
 
 from ..utils import DEVICE, gaussian
 from .test_key_bias import (
@@ -52,6 +55,10 @@ NUM_TOKENS = NUM_TEXT + NUM_FIRST
 
 @pytest.fixture
 def config(rank_config: VllmConfig) -> VllmConfig:
+    """The configuration of an engine that can have means."""
+    rank_config.load_config.load_format = "auto"
+    rank_config.model_config.skip_tokenizer_init = False
+    assert refusals.means_problem(rank_config) is None
     return rank_config
 
 
@@ -99,19 +106,19 @@ def test_rope_of_fewer_positions_is_not_known(config):
         inverse_rotary(rotary, 4097)
 
 
-def make_pass(*modules: SelfAttention, rotary: Any = None) -> tuple[KeyPass, dict]:
+def make_pass(*modules: SelfAttention, rotary: Any = None) -> tuple[TextPass, dict]:
     layers = {module.attn.layer_name: module.attn for module in modules}
-    return KeyPass(dict.fromkeys(layers, rotary), NUM_TEXT, NUM_TOKENS), layers
+    return TextPass(dict.fromkeys(layers, rotary), NUM_TEXT, NUM_TOKENS), layers
 
 
 def run(
-    key_pass: KeyPass, layers: dict, tensors: list[torch.Tensor], step: int
+    text_pass: TextPass, layers: dict, tensors: list[torch.Tensor], step: int
 ) -> torch.Tensor:
     """The output of the last layer, if all layers have the same Q, K and V."""
     outputs = []
-    with key_pass.running(layers):
+    with text_pass.running(layers.values()):
         for start in range(0, NUM_TOKENS, step):
-            key_pass.begin(start)
+            text_pass.begin(start)
             query, key, value = (x[start : start + step] for x in tensors)
             for layer in layers.values():
                 output = torch.empty_like(query)
@@ -138,8 +145,6 @@ def expected_outputs(tensors: list[torch.Tensor], scoring: Any) -> torch.Tensor:
             kv_head = head // (HEADS // KV_HEADS)
             seen = slice(first, token + 1)
             scores = scoring.scale * key[seen, kv_head] @ query[token, head]
-            if scoring.soft_cap:
-                scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
             weights = scores.exp()
             total = weights.sum()
             if scoring.sinks is not None:
@@ -149,7 +154,7 @@ def expected_outputs(tensors: list[torch.Tensor], scoring: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("step", [NUM_TOKENS, 16])
-@pytest.mark.parametrize("feature", ["plain", "window", "sinks", "soft cap"])
+@pytest.mark.parametrize("feature", ["plain", "window", "sinks"])
 def test_a_pass_attends_as_the_model_does(config, feature, step):
     module = make_module(config)
     runner = module.attn.impl.runner
@@ -157,12 +162,11 @@ def test_a_pass_attends_as_the_model_does(config, feature, step):
         "plain": {},
         "window": {"sliding_window": 7},
         "sinks": {"sinks": torch.linspace(-1, 2, HEADS)},
-        "soft cap": {"soft_cap": 0.7},
     }
     runner.scoring = runner.scoring._replace(**changes[feature])
     tensors = tensors_of()
-    key_pass, layers = make_pass(module)
-    found = run(key_pass, layers, tensors, step)
+    text_pass, layers = make_pass(module)
+    found = run(text_pass, layers, tensors, step)
     torch.testing.assert_close(found, expected_outputs(tensors, runner.scoring))
     assert "forward" not in vars(module.attn.impl)
 
@@ -172,25 +176,19 @@ def test_means_are_of_keys_that_are_turned_back(config, step):
     module = make_module(config)
     rotary: Any = make_rotary(config).cpu()
     tensors = tensors_of()
-    key_pass, layers = make_pass(module, rotary=inverse_rotary(rotary, NUM_TEXT))
+    text_pass, layers = make_pass(module, rotary=inverse_rotary(rotary, NUM_TEXT))
     key = tensors[1]
     plain = key.clone()
     places = torch.arange(NUM_TEXT)
     flat = key[:NUM_TEXT].flatten(1)
-    exact = get_rope(
-        HEAD_SIZE,
-        max_position=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        dtype=torch.float32,
-    ).cpu()
-    _, turned = exact.forward_native(places, flat.clone(), flat.clone())
+    _, turned = rotary.forward_native(places, flat.clone(), flat.clone())
     key[:NUM_TEXT] = turned.view(NUM_TEXT, KV_HEADS, HEAD_SIZE)
-    run(key_pass, layers, tensors, step)
-    (means,) = key_pass.means.values()
+    run(text_pass, layers, tensors, step)
+    (means,) = text_pass.means.values()
     close = {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(means.rest, plain[1:NUM_TEXT].mean(0), **close)
     torch.testing.assert_close(means.first, plain[NUM_TEXT:].mean(0), **close)
-    lengths = plain[1:NUM_TEXT].square().sum(-1).mean(0).sqrt()
+    lengths = key[1:NUM_TEXT].square().sum(-1).mean(0).sqrt()
     torch.testing.assert_close(means.length, lengths, **close)
     # Rows are the first token's, and those of segments without it.
     table = means.table(mean_rotary(rotary))
@@ -210,25 +208,93 @@ def test_layers_that_read_another_cache(config):
     target, reader = make_module(config), make_module(config)
     reader.attn.kv_sharing_target_layer_name = target.attn.layer_name
     tensors = tensors_of()
-    key_pass, layers = make_pass(target, reader)
+    text_pass, layers = make_pass(target, reader)
     outputs = []
-    with key_pass.running(layers):
+    with text_pass.running(layers.values()):
         for own, layer in zip((tensors, tensors_of(5)), layers.values()):
             outputs.append(torch.empty_like(own[0]))
             pair = own[1:] if not outputs[1:] else (None, None)
             layer.impl.forward(layer, tensors[0], *pair, None, None, outputs[-1])
     assert torch.equal(*outputs)
-    assert list(key_pass.means) == [target.attn.layer_name]
+    assert list(text_pass.means) == [target.attn.layer_name]
 
 
-def test_a_layer_without_keys_ends_a_pass(config):
+def test_layers_that_cannot_attend_end_a_pass(config):
     module = make_module(config)
-    key_pass, layers = make_pass(module)
-    query = tensors_of()[0]
-    with pytest.raises(PassError, match="no keys"), key_pass.running(layers):
-        layer = module.attn
+    text_pass, layers = make_pass(module)
+    query, key, value = tensors_of()
+    layer = module.attn
+    with pytest.raises(PassError, match="no keys"), text_pass.running([layer]):
         layer.impl.forward(layer, query, None, None, None, None, query.clone())
-    assert "forward" not in vars(module.attn.impl)
+    runner = layer.impl.runner
+    runner.scoring = runner.scoring._replace(soft_cap=0.7)
+    with pytest.raises(PassError, match="soft cap"), text_pass.running([layer]):
+        layer.impl.forward(layer, query, key, value, None, None, query.clone())
+    assert "forward" not in vars(layer.impl)
+
+
+def test_layers_of_other_classes_end_a_pass():
+    class State(nn.Module, AttentionLayerBase):
+        def get_attn_backend(self): ...
+
+        def get_kv_cache_spec(self, vllm_config): ...
+
+    with ExitStack() as stack, pytest.raises(PassError, match="layers of State"):
+        make_model_pass(nn.Sequential(State()), NUM_TEXT, NUM_TOKENS, stack)
+
+
+def test_functions_are_not_compiled_in_a_pass():
+    """Inductor would take seconds, and compile them again for the last slice."""
+    found = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        found.append(inputs)
+        return module.forward
+
+    compiled = torch.compile(torch.cos, backend=backend)
+    with ExitStack() as stack:
+        make_model_pass(nn.Identity(), NUM_TEXT, NUM_TOKENS, stack)
+        assert compiled(torch.zeros(3)).tolist() == [1] * 3
+    assert not found
+    compiled(torch.zeros(3))
+    assert found
+
+
+class Stage:
+    """A pipeline stage, which reads from the one before and writes for the next."""
+
+    def __init__(self, before: Queue | None, after: Queue | None) -> None:
+        self.before, self.after = before, after
+        self.is_first_rank, self.is_last_rank = before is None, after is None
+
+    def recv_tensor_dict(self) -> dict[str, torch.Tensor]:
+        return self.before.get_nowait()
+
+    def send_tensor_dict(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.after.put(tensors)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("slice_", [0, 1, 4])
+def test_a_failing_stage_lets_no_other_wait(failing, slice_):
+    """Each receives and sends as often as when none fails, and later ones fail too."""
+    queues = [Queue(), Queue()]
+    stages = [Stage(x, y) for x, y in zip([None, *queues], [*queues, None])]
+    for number, stage in enumerate(stages):
+        ran = []
+
+        def run(start, received, number=number, ran=ran):
+            if (number, start) == (failing, slice_):
+                raise ValueError("out of memory")
+            assert (received is None) == (number == 0)
+            ran.append(start)
+            return IntermediateTensors({"hidden_states": torch.zeros(2)})
+
+        errors: Any = (ValueError, PassError)[number > failing]
+        with pytest.raises(errors) if number >= failing else nullcontext():
+            run_stage(run, range(5), stage)
+        assert ran == list(range(5 if number < failing else slice_))
+    assert all(queue.empty() for queue in queues)
 
 
 @pytest.mark.parametrize("vocab_size", [10, 64, 300, 128256])
@@ -253,7 +319,7 @@ def test_the_share_of_a_mean():
 def set_tables(*modules: SelfAttention, means: key_means.Means | None = None):
     if means is None:
         means = {module.attn.layer_name: means_of() for module in modules}
-    return serving_means.set_tables(nn.ModuleList(modules), means)
+    return means_tables.set_tables(nn.ModuleList(modules), means)
 
 
 def table(module: SelfAttention) -> torch.Tensor | None:
@@ -286,7 +352,7 @@ def test_another_bias_moves_the_means(config):
     module.rotary_emb = make_rotary(config)
     old = load_biases(module.qkv_proj)
     key_bias.set_key_offsets(module_list := nn.ModuleList([module]))
-    serving_means.set_tables(module_list, {module.attn.layer_name: means_of()})
+    means_tables.set_tables(module_list, {module.attn.layer_name: means_of()})
     before = table(module).clone()
     bias = module.attn.impl.runner.key_bias
     bias.set_offset(3 * old)
@@ -306,6 +372,7 @@ def test_layers_without_means(config):
     for module in (capped, reader):
         runner = module.attn.impl.runner
         runner.scoring = runner.scoring._replace(soft_cap=50.0)
+        runner.means_problem = refusals.SOFT_CAP
     unknown.rotary_emb = nn.Module()
     type_of_rope = type("OddRotaryEmbedding", (nn.Module,), {})
     unknown.rotary_emb = type_of_rope()
@@ -316,14 +383,14 @@ def test_layers_without_means(config):
     used, without = set_tables(*modules, means=means)
     assert list(used) == [fine.attn.layer_name]
     assert without == {
-        capped.attn.layer_name: serving_means.SOFT_CAP,
-        target.attn.layer_name: serving_means.SOFT_CAP,
-        unseen.attn.layer_name: serving_means.NOT_RUN,
-        misfit.attn.layer_name: serving_means.NOT_RUN,
+        capped.attn.layer_name: refusals.SOFT_CAP,
+        target.attn.layer_name: refusals.SOFT_CAP,
+        unseen.attn.layer_name: means_tables.NOT_RUN,
+        misfit.attn.layer_name: means_tables.NOT_RUN,
     }
     assert [table(module) is None for module in modules] == [True] * 5 + [False]
     used, without = set_tables(unknown)
-    assert without == {unknown.attn.layer_name: serving_means.UNKNOWN_ROPE}
+    assert without == {unknown.attn.layer_name: means_tables.UNKNOWN_ROPE}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -339,7 +406,7 @@ def test_ranks_have_their_heads(config, monkeypatch, num_ranks):
         with monkeypatch.context() as patch:
             set_rank(patch, rank, num_ranks)
             patch.setattr(Group, "rank_in_group", rank)
-            patch.setattr(serving_means, "get_tp_group", lambda: Group)
+            patch.setattr(means_tables, "get_tp_group", lambda: Group)
             module = make_module(config)
             used, without = set_tables(module)
             assert len(used) == 1 and not without
@@ -353,8 +420,8 @@ def test_ranks_have_their_heads(config, monkeypatch, num_ranks):
 def test_kernels_are_built_for_the_means(config):
     """Builds begin before there are means; kernels are chosen when there are."""
     runner = make_module(config).attn.impl.runner
-    runner.expects_means = True
+    runner.means_problem = None
     assert runner.expected_source.variant.key_offset
     assert not runner.source.variant.key_offset
-    runner.expects_means = False
+    runner.means_problem = refusals.SOFT_CAP
     assert runner.expected_source == runner.source

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.reasons import MLA_REASONS, REASONS, Reason
-from vllm.v1.attention.ops.turbo.serving import means
+from vllm.v1.attention.ops.turbo.serving import means, means_tables
 from vllm.v1.attention.ops.turbo.serving.connectors import CONNECTORS, MLA_CONNECTORS
 
 PAGE = Path(__file__).parents[4] / "docs/features/quantization/turbo_refused.md"
@@ -262,7 +262,8 @@ def window_reasons() -> Iterator[str]:
 def means_reasons() -> Iterator[str]:
     """Every reason for which an engine has no means of K."""
     yield from refusals.MEANS_FEATURES
-    yield from (means.OTHER_CACHES, means.SHORT_TEXT)
+    yield from (means.NO_LAYER, means.SHORT_TEXT)
+    yield f"{means.ALL_LAYERS} <a reason of the list below>"
     yield f"{means.NO_TOKENIZER}: <error>"
     yield f"{means.PASS_FAILS}: <error>"
 
@@ -279,7 +280,9 @@ def render() -> str:
         refused_with_mla=refusal_table(MLA_REASONS),
         windows="\n".join(f"* `{reason}`" for reason in window_reasons()),
         means="\n".join(f"* `{reason}`" for reason in means_reasons()),
-        layers_without_means="\n".join(f"* {each}" for each in means.LAYER_REASONS),
+        layers_without_means="\n".join(
+            f"* {each}" for each in means_tables.LAYER_REASONS
+        ),
         kernels=table("message", "way out", rows=kernels),
         connectors=table("connector", "state", "with MLA", "remarks", rows=connectors),
     )

@@ -3,6 +3,7 @@
 """The file of the means of K, its key, and the settings that rule means out."""
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from vllm.v1.attention.ops.turbo.serving.means_file import (
 )
 
 from ..backend_utils import make_vllm_config
+from ..keys.test_key_bias import make_module
 from ..utils import gaussian
 
 KEY = "0123456789abcdef"
@@ -208,7 +210,7 @@ def test_the_text_is_cut(tmp_path, monkeypatch, words, positions):
     )
     start = serving_means._start(config)
     if words < MIN_TOKENS:
-        assert start.problem == serving_means.SHORT_TEXT
+        assert start.problem == serving_means.Problem(serving_means.SHORT_TEXT)
         return
     assert start.text == tokenizer.encode(TEXT)[:positions]
     assert start.problem is None and start.means is None
@@ -220,26 +222,13 @@ def test_no_tokenizer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(serving_means, "cached_tokenizer_from_config", fail)
     start = serving_means._start(make_vllm_config(tmp_path))
-    assert start.problem is not None and "tokenizer.json" in start.problem
+    assert start.problem is not None and start.problem.is_error
+    assert "OSError: there is no tokenizer.json" in start.problem.reason
 
 
 def test_the_text_is_long_enough():
     """Tokenizers of large vocabularies have four to five letters a token."""
     assert len(TEXT) > 4.5 * 1024 and TEXT.isascii()
-
-
-def test_other_layouts_of_caches_rule_a_pass_out():
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    class State(torch.nn.Module, AttentionLayerBase):
-        def get_attn_backend(self): ...
-
-        def get_kv_cache_spec(self, vllm_config): ...
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    assert serving_means.model_problem(model) is None
-    model.append(State())
-    assert serving_means.model_problem(model) == serving_means.OTHER_CACHES
 
 
 def test_layers_are_grouped_by_reason():
@@ -248,6 +237,62 @@ def test_layers_are_grouped_by_reason():
         "Layers 0, 2 have none, because of b",
         "Layers 1, 3 have none, because of a",
     ]
+
+
+class Model(torch.nn.Module):
+    """A model with a layer, whose forward pass is a function."""
+
+    def __init__(self, config: Any, forward: Any, **scoring: Any) -> None:
+        super().__init__()
+        self.attention = make_module(config)
+        self.forward = forward
+        runner = self.attention.attn.impl.runner
+        runner.means_problem = refusals.means_problem(config, **scoring)
+
+
+def out_of_memory(input_ids, positions, intermediate_tensors, inputs_embeds):
+    raise torch.OutOfMemoryError("2 GiB are missing")
+
+
+def other_arguments(input_ids, positions, token_types):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "forward, words, is_error",
+    [
+        (out_of_memory, "OutOfMemoryError: 2 GiB are missing", True),
+        (other_arguments, "the model takes other arguments: missing a required", False),
+    ],
+)
+def test_a_failing_pass_fails_no_start(
+    rank_config, monkeypatch, log, forward, words, is_error
+):
+    """A user is warned of errors, and of the way out."""
+    config = rank_config
+    config.load_config.load_format = "auto"
+    config.model_config.skip_tokenizer_init = False
+    monkeypatch.setattr(
+        serving_means, "cached_tokenizer_from_config", lambda _: Tokenizer(900)
+    )
+    model = Model(config, forward)
+    runner = SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
+    serving_means.set_key_means(runner, config)
+    (line,) = (line for line in log if "means of K stay in" in line.text)
+    assert f"because a pass of text fails: {words}" in line.text
+    assert (line.level == logging.WARNING) == is_error
+    assert ("turbo_means off" in line.text) == is_error
+    assert "forward" not in vars(model.attention.attn.impl)
+
+
+def test_no_pass_for_layers_with_soft_caps(rank_config, log):
+    config = rank_config
+    config.load_config.load_format = "auto"
+    config.model_config.skip_tokenizer_init = False
+    model = Model(config, pytest.fail, soft_cap=50.0)
+    runner = SimpleNamespace(get_model=lambda: model)
+    serving_means.set_key_means(runner, config)
+    assert "because all layers have a soft cap." in log[-1].text
 
 
 def test_nothing_is_done_where_it_is_off(tmp_path):

@@ -259,15 +259,9 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             self.runner.share_cache()
         if self.runner.kernel_choice == "cuda" and current_platform.is_cpu():
             raise ValueError(cuda_refusal("the CPU platform runs PyTorch's operators"))
-        self.runner.expects_means = (
-            vllm_config.attention_config.turbo_means == "auto"
-            and logits_soft_cap is None
-            and refusals.means_problem(vllm_config) is None
-            and not vllm_config.model_config.is_hybrid
-        )
         # A model that will be run builds its kernels while its weights are loaded.
         if is_workspace_manager_initialized() and (
-            self.runner.expects_means
+            self.runner.means_problem is None
             or not may_add_key_bias(vllm_config.model_config.hf_text_config)
         ):
             self.runner.start_builds()

@@ -152,7 +152,14 @@ MEANS_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
     "the model has an encoder": lambda config: config.model_config.is_encoder_decoder,
     "the model has MLA": lambda config: config.model_config.use_mla,
     "the model is a drafter": lambda config: config.model_config.runner_type == "draft",
+    "layers with a state stand between those with K": (
+        lambda config: config.model_config.is_hybrid
+    ),
 }
+MEANS_OFF = "--attention-config.turbo_means is off"
+# Reasons why a layer has no means of K, though others may.
+SOFT_CAP = "a soft cap"
+STATES = "several stored tokens for each token of a request"
 
 
 def tail_refusal(num_tokens: int, reason: str) -> str:
@@ -196,10 +203,25 @@ def refusal(cache_dtype: str | None, found: Iterable[Reason]) -> str:
     return message
 
 
-def means_problem(vllm_config: VllmConfig) -> str | None:
-    """The reason why an engine's settings rule the means of K out; None for none."""
-    features = MEANS_FEATURES.items()
-    return next((reason for reason, found in features if found(vllm_config)), None)
+def means_problem(
+    vllm_config: VllmConfig, soft_cap: float | None = None, states_per_token: int = 1
+) -> str | None:
+    """The reason why a layer has no means of K; None for none.
+
+    Args:
+        vllm_config: The engine's configuration.
+        soft_cap: The layer's soft cap; None for none, or for any layer.
+        states_per_token: Tokens that the layer stores for each token of a request.
+
+    """
+    if vllm_config.attention_config.turbo_means == "off":
+        return MEANS_OFF
+    for reason, is_found in MEANS_FEATURES.items():
+        if is_found(vllm_config):
+            return reason
+    if soft_cap is not None:
+        return SOFT_CAP
+    return STATES if states_per_token > 1 else None
 
 
 def borrowed_reasons(

@@ -153,11 +153,13 @@ def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
             this layer's keys. The message is the class of RoPE.
 
     """
+    beside = _rotary_beside(parent)
+    if beside is not None:
+        return beside
     modules = list(model.modules())
     rotaries = [x for x in modules if re.search("Rotary|R[oO]PE", type(x).__name__)]
-    beside = _rotary_beside(parent)
-    if beside is not None or not rotaries:
-        return beside
+    if not rotaries:
+        return None
     if any(type(x) is type(parent) and _rotary_beside(x) for x in modules):
         return None
     modeling = type(parent).__module__
@@ -205,7 +207,10 @@ def inverse_rotary(rotary: nn.Module, count: int) -> Rotary:
         back = _transformers_rotary(rotary)
         back.turn_back(rotary, count)
         return back
-    copied, table = _cosines_and_sines(rotary)
+    copied: Any = copy.deepcopy(rotary).cpu()
+    # The layer's own table, as it is rounded, for the layer has turned keys by it.
+    is_phi3 = isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding)
+    table = _table_in_use(copied) if is_phi3 else copied.cos_sin_cache
     if len(table) < count or table.is_complex():
         raise UnknownRotation(type(rotary).__name__)
     halves = table[:count].float().chunk(2, -1)

@@ -11,6 +11,7 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.choose import TurboSource, current_capability
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import Scoring, TensorSpecs
@@ -58,7 +59,8 @@ class TurboRunner(Runner[KernelSet]):
         flash_attn: The function that attends in prefills; None on a CPU.
         tail_wanted: The most tokens of a tail; zero for none.
         key_bias: The bias that the offset depends on; None without a bias.
-        expects_means: Whether the means of K will be an offset, when they are known.
+        means_problem: The reason why the means of K will not be an offset, when they
+            are known; None if they will.
         key_offset_replicas: Consecutive tensor parallel ranks with the same heads.
         shares_cache: Whether the layer reads another layer's cache and does not store.
         context_parallel: The ranks that share the context; None if they do not.
@@ -100,7 +102,9 @@ class TurboRunner(Runner[KernelSet]):
         self.scoring = scoring
         self.prefill_limits = self._prefill_limits()
         self.key_bias: KeyBias | None = None
-        self.expects_means = False
+        self.means_problem = refusals.means_problem(
+            vllm_config, scoring.soft_cap, states_per_token
+        )
         self.key_offset_replicas = 1
         self.tail_wanted = tail_wanted
         self.shares_cache = False
@@ -148,7 +152,7 @@ class TurboRunner(Runner[KernelSet]):
     @property
     def expected_source(self) -> TurboSource:
         source = self.source
-        if not self.expects_means:
+        if self.means_problem is not None:
             return source
         return replace(source, variant=source.variant._replace(key_offset=True))
 

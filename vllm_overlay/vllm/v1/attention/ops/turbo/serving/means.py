@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed import (
     get_pp_group,
     get_tp_group,
@@ -23,17 +23,19 @@ from vllm.distributed import (
 )
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.keys import means as key_means
-from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.keys.bias import layer_number, turbo_layers
-from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, Means, PassRunner
+from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, Means
+from vllm.v1.attention.ops.turbo.keys.run_pass import (
+    PassRunner,
+    attention_layers,
+    run_pass,
+)
 from vllm.v1.attention.ops.turbo.keys.text import TEXT
+from vllm.v1.attention.ops.turbo.keys.text_pass import PassError
 from vllm.v1.attention.ops.turbo.serving.means_file import (
     checksum,
     means_path,
@@ -41,19 +43,43 @@ from vllm.v1.attention.ops.turbo.serving.means_file import (
     weight_files,
     write_means,
 )
+from vllm.v1.attention.ops.turbo.serving.means_tables import (
+    kv_head_replicas,
+    set_tables,
+    share_tables,
+)
 
 logger = init_logger(__name__)
 
 # Reasons why a model, or a layer, goes without means.
-OTHER_CACHES = "some layers of the model have caches or states of other kinds"
 NO_TOKENIZER = "no tokenizer can be loaded"
 PASS_FAILS = "a pass of text fails"
 SHORT_TEXT = f"the text has fewer than {key_means.MIN_TOKENS} tokens"
-SOFT_CAP = "a soft cap"
-UNKNOWN_ROPE = "a rotation of K that is not known"
-NOT_RUN = "no keys in a pass of text"
-STATES = "several stored tokens for each token of a request"
-LAYER_REASONS = (SOFT_CAP, STATES, UNKNOWN_ROPE, NOT_RUN)
+NO_LAYER = "no layer has a turbo dtype"
+ALL_LAYERS = "all layers have"
+# The end of a warning of an error.
+WAY_OUT = (
+    "The engine serves without them, and --attention-config.turbo_means off does not "
+    "measure them."
+)
+
+
+class Problem(NamedTuple):
+    """The reason why an engine goes without means.
+
+    Attributes:
+        reason: Words that follow "because".
+        is_error: Whether something failed, of which users are warned.
+
+    """
+
+    reason: str
+    is_error: bool = False
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> "Problem":
+        """The problem that something failed by an error."""
+        return cls(f"{what}: {type(error).__name__}: {error}", True)
 
 
 class Start(NamedTuple):
@@ -64,7 +90,7 @@ class Start(NamedTuple):
         path: The file for the means; None if the checkpoint's files are not known.
         key: The checkpoint's checksum, likewise.
         text: The tokens to measure with; none if there are means.
-        problem: The reason why there can be no means; None for none.
+        problem: Why there can be no means; None for none.
 
     """
 
@@ -72,7 +98,7 @@ class Start(NamedTuple):
     path: Path | None = None
     key: str = ""
     text: list[int] = []
-    problem: str | None = None
+    problem: Problem | None = None
 
 
 def _world() -> GroupCoordinator | None:
@@ -95,7 +121,7 @@ def _gathered(value: Any, group: GroupCoordinator | None) -> list[Any]:
     return found
 
 
-def _agreed(problem: str | None) -> str | None:
+def _agreed(problem: Problem | None) -> Problem | None:
     """The problem of the first rank that has one."""
     return next((x for x in _gathered(problem, _world()) if x is not None), None)
 
@@ -105,13 +131,13 @@ def _is_first_rank() -> bool:
     return world is None or world.rank_in_group == 0
 
 
-def model_problem(model: nn.Module) -> str | None:
-    """The reason why a model's layers rule a pass out; None for none."""
-    others = (
-        isinstance(module, AttentionLayerBase) and not isinstance(module, Attention)
-        for module in model.modules()
-    )
-    return OTHER_CACHES if any(others) else None
+def layers_problem(model: nn.Module) -> Problem | None:
+    """The reason why no layer of any rank can have means; None if some can."""
+    own = [layer.impl.runner.means_problem for layer, _ in turbo_layers(model)]
+    found = dict.fromkeys(sum(_gathered(own, _world()), []))
+    if None in found:
+        return None
+    return Problem(f"{ALL_LAYERS} {' or '.join(found)}" if found else NO_LAYER)
 
 
 def text_tokens(vllm_config: VllmConfig) -> list[int]:
@@ -147,23 +173,25 @@ def _start(vllm_config: VllmConfig) -> Start:
     try:
         text = text_tokens(vllm_config)
     except Exception as error:  # tokenizers raise errors of many classes
-        return Start(problem=f"{NO_TOKENIZER}: {error}")
+        return Start(problem=Problem.of(NO_TOKENIZER, error))
     if len(text) < key_means.MIN_TOKENS:
-        return Start(problem=SHORT_TEXT)
+        return Start(problem=Problem(SHORT_TEXT))
     return Start(None, path, key, text)
 
 
 def _measured(
     runner: PassRunner, vllm_config: VllmConfig, text: list[int]
-) -> tuple[Means, str | None]:
-    """The means of all layers and heads by a pass, and the reason if there are none."""
+) -> tuple[Means, Problem | None]:
+    """The means of all layers and heads by a pass, and why if there are none."""
     first = key_means.first_tokens(vllm_config.model_config.get_vocab_size())
     own: Means = {}
     problem = None
     try:
-        own = key_means.run_pass(runner, vllm_config, text, first)
-    except Exception as error:  # a model may need arguments that are not known here
-        problem = f"{PASS_FAILS}: {type(error).__name__}: {error}"
+        own = run_pass(runner, vllm_config, text, first)
+    except PassError as error:
+        problem = Problem(f"{PASS_FAILS}: {error}")
+    except Exception as error:  # a model's may be of any class
+        problem = Problem.of(PASS_FAILS, error)
     if runner.device.type != "cpu":
         torch.accelerator.empty_cache()
     problem = _agreed(problem)
@@ -172,7 +200,7 @@ def _measured(
     if not model_parallel_is_initialized():
         return own, None
     tp_group, model = get_tp_group(), runner.get_model()
-    layers = key_means.attention_layers(model)
+    layers = attention_layers(model)
     heads = {
         name: means
         for name, means in own.items()
@@ -189,17 +217,6 @@ def _measured(
     for each in _gathered(whole, get_pp_group()):
         merged |= each
     return merged, None
-
-
-def kv_head_replicas(layer: Attention, parent: nn.Module) -> int:
-    """Consecutive tensor parallel ranks that have the same KV heads of a layer."""
-    for module in parent.children():
-        linear = getattr(module, "base_layer", module)  # below a LoRA
-        if isinstance(linear, QKVParallelLinear) and (
-            linear.num_kv_heads == layer.num_kv_heads
-        ):
-            return linear.num_kv_head_replicas
-    return 1
 
 
 def set_key_means(runner: PassRunner, vllm_config: VllmConfig) -> None:
@@ -221,7 +238,8 @@ def set_key_means(runner: PassRunner, vllm_config: VllmConfig) -> None:
         return
     began_s = time.monotonic()
     model = runner.get_model()
-    problem = refusals.means_problem(vllm_config) or _agreed(model_problem(model))
+    reason = refusals.means_problem(vllm_config)
+    problem = Problem(reason) if reason else layers_problem(model)
     start = Start()
     if problem is None:
         start = _from_first_rank(_start(vllm_config) if _is_first_rank() else None)
@@ -232,106 +250,24 @@ def set_key_means(runner: PassRunner, vllm_config: VllmConfig) -> None:
         if start.path is not None and problem is None and _is_first_rank():
             means = write_means(start.path, start.key, means)
         means = _from_first_rank(means)
-    if problem is not None or means is None:
-        if _is_first_rank():
-            logger.info_once(
-                "KV cache %s: the means of K stay in, because %s.", cache_dtype, problem
-            )
+    if problem is not None:
+        _report_problem(cache_dtype, problem)
         return
+    assert means is not None
     used, without = set_tables(model, means)
-    _share_tables(vllm_config)
+    share_tables(vllm_config)
     _report(vllm_config, used, without, start, time.monotonic() - began_s)
 
 
-def set_tables(
-    model: nn.Module, means: Means
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Give layers of a turbo dtype the offsets that follow from means.
-
-    Args:
-        model: A model with loaded weights.
-        means: The means of all ranks' heads.
-
-    Returns:
-        The share of K's length that the mean takes, by layer; and by other layer the
-        reason why it has no means. Layers that read another's cache are in neither.
-
-    """
-    layers = {
-        layer.layer_name: (layer, parent) for layer, parent in turbo_layers(model)
-    }
-    readers = {
-        layer.kv_sharing_target_layer_name
-        for layer, _ in layers.values()
-        if layer.impl.runner.scoring.soft_cap is not None
-    }
-    rotaries: dict[nn.Module | None, key_offset.Rotary | None] = {None: None}
-    used: dict[str, float] = {}
-    without: dict[str, str] = {}
-    for name, (layer, parent) in layers.items():
-        runner = layer.impl.runner
-        if layer.kv_sharing_target_layer_name is not None:
-            continue
-        if runner.scoring.soft_cap is not None or name in readers:
-            without[name] = SOFT_CAP
-            continue
-        if runner.states_per_token > 1:
-            without[name] = STATES
-            continue
-        own = _own_heads(means.get(name), layer, parent)
-        if own is None or not own.is_usable:
-            without[name] = NOT_RUN
-            continue
-        try:
-            rotary = key_offset.find_rotary(parent, model)
-            if rotary is not None and rotary not in rotaries:
-                rotaries[rotary] = key_offset.mean_rotary(rotary)
-        except key_offset.UnknownRotation:
-            without[name] = UNKNOWN_ROPE
-            continue
-        table = own.table(rotaries[rotary])
-        _set_table(layer, table)
-        runner.key_offset_replicas = kv_head_replicas(layer, parent)
-        if runner.key_bias is not None:
-            runner.key_bias.set_means(table)
-        used[name] = own.share
-    return used, without
-
-
-def _own_heads(
-    means: LayerMeans | None, layer: Attention, parent: nn.Module
-) -> LayerMeans | None:
-    """The means of this rank's heads; None if they are not those of the layer."""
-    if means is None:
-        return None
-    part, num_parts = 0, 1
-    if model_parallel_is_initialized():
-        replicas = kv_head_replicas(layer, parent)
-        part = get_tp_group().rank_in_group // replicas
-        num_parts = get_tp_group().world_size // replicas
-    num_heads = layer.num_kv_heads
-    if means.rest.shape != (num_parts * num_heads, layer.head_size):
-        return None
-    return means.heads(slice(part * num_heads, (part + 1) * num_heads))
-
-
-def _set_table(layer: Attention, table: torch.Tensor) -> None:
-    """Let a layer take a table off K, before its kernels and graphs are made."""
-    device = next(layer.parameters(), layer._k_scale).device
-    if hasattr(layer, key_offset.BUFFER):
-        delattr(layer, key_offset.BUFFER)
-    layer.register_buffer(key_offset.BUFFER, table.to(device), persistent=False)
-    layer.impl.runner.set_key_offset(getattr(layer, key_offset.BUFFER))
-
-
-def _share_tables(vllm_config: VllmConfig) -> None:
-    """Let layers, also of drafters, have the offset of the cache that they read."""
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
-    for layer in layers.values():
-        target = layers.get(layer.kv_sharing_target_layer_name or "")
-        if target is not None and is_turbo_cache_dtype(layer.kv_cache_dtype):
-            table = target.impl.runner.scoring.key_offset
-            layer.impl.runner.set_key_offset(table)
+def _report_problem(cache_dtype: str, problem: Problem) -> None:
+    """Log why an engine goes without means."""
+    line = f"KV cache {cache_dtype}: the means of K stay in, because {problem.reason}."
+    if not _is_first_rank():
+        return
+    if problem.is_error:
+        logger.warning_once("%s %s", line, WAY_OUT)
+    else:
+        logger.info_once("%s", line)
 
 
 def _report(

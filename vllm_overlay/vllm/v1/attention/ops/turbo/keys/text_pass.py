@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Attention of layers in a pass of a text, on raw K and V, whose K is averaged."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.interface import Scoring
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, Means
+
+
+class PassError(Exception):
+    """A model cannot run a pass. The message is the reason."""
+
+
+class TextPass:
+    """A pass of a model: attends to raw K and V, and averages K.
+
+    Args:
+        layers: Each attention layer, and the inverse of its RoPE for ``num_text``
+            positions; None for a layer without RoPE. A layer whose RoPE is unknown is
+            left out, and has no means.
+        num_text: Tokens of the text, which come first.
+        num_tokens: All tokens; each of the others is a sequence of its own.
+
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, key_offset.Rotary | None],
+        num_text: int,
+        num_tokens: int,
+    ) -> None:
+        self.layers = layers
+        self.num_text = num_text
+        self.num_tokens = num_tokens
+        self.means: Means = {}
+        self.targets: set[str] = set()
+        self.start = 0
+        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.seen = cache(self._seen)
+
+    @contextmanager
+    def running(self, attention: Iterable[Attention]) -> Iterator[None]:
+        """Let layers attend in the pass, and not to a cache."""
+        layers = list(attention)
+        targets = (layer.kv_sharing_target_layer_name for layer in layers)
+        self.targets = {name for name in targets if name}
+        try:
+            for layer in layers:
+                vars(layer.impl)["forward"] = self.attend
+            yield
+        finally:
+            for layer in layers:
+                vars(layer.impl).pop("forward", None)
+            self.kept.clear()
+
+    def begin(self, start: int) -> None:
+        """Begin with the slice of tokens from ``start`` on."""
+        self.start = start
+        self.seen = cache(self._seen)
+
+    def _seen(
+        self, num_queries: int, device: torch.device, window: int | None
+    ) -> torch.Tensor:
+        """The keys that queries see, (T, S) bool."""
+        keys = torch.arange(self.start + num_queries, device=device)
+        rows = keys[self.start :, None]
+        seen = (keys <= rows) & (rows < self.num_text)
+        if window is not None:
+            seen &= rows - keys < window
+        return seen | (keys == rows)
+
+    def attend(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: object,
+        attn_metadata: object,
+        output: torch.Tensor,
+        **scales: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend like ``AttentionImpl.forward``, and record K.
+
+        Raises:
+            PassError: If the layer's K and V are not known, it has a soft cap, or its
+                output is quantised.
+
+        """
+        if any(scale is not None for scale in scales.values()):
+            raise PassError("attention quantises its output")
+        scoring = scoring_of(layer)
+        if scoring.soft_cap is not None:
+            raise PassError(f"{layer.layer_name} has a soft cap")
+        target = layer.kv_sharing_target_layer_name
+        if target is not None:
+            if target not in self.kept:
+                raise PassError(f"{target} has not run before layers that read it")
+            key, value = self.kept[target]
+        elif key is None or value is None:
+            raise PassError(f"{layer.layer_name} has no keys")
+        else:
+            key, value = self._record(layer.layer_name, key, value)
+        seen = self.seen(len(query), query.device, scoring.sliding_window)
+        output.copy_(attention(query, key, value, seen, scoring))
+        return output
+
+    def _record(
+        self, name: str, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add K and V of a slice's tokens; return those of all tokens so far."""
+        if self.start:
+            before = self.kept[name]
+            key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
+        is_last = len(key) == self.num_tokens
+        self.kept.pop(name, None)
+        if not is_last or name in self.targets:
+            self.kept[name] = key.clone(), value.clone()
+        if is_last and name in self.layers:
+            self.means[name] = self._average(key.float(), self.layers[name])
+        return key, value
+
+    def _average(
+        self, key: torch.Tensor, inverse: key_offset.Rotary | None
+    ) -> LayerMeans:
+        """The means of a layer's keys, (T, H, D) fp32."""
+        first = key[self.num_text :].mean(0)
+        text = key[: self.num_text]
+        length = text[1:].square().sum(-1).mean(0).sqrt()
+        if inverse is not None:
+            if isinstance(inverse, nn.Module):
+                inverse.to(key.device)
+            text = key_offset.rotate_rows(text, inverse)
+        return LayerMeans(*(x.cpu() for x in (first, text[1:].mean(0), length)))
+
+
+def scoring_of(layer: Attention) -> Scoring:
+    """How a layer of any cache dtype scores keys."""
+    impl = layer.impl
+    if is_turbo_cache_dtype(layer.kv_cache_dtype):
+        return impl.runner.scoring  # type: ignore[attr-defined]
+    cap = getattr(impl, "logits_soft_cap", None) or None
+    sinks = getattr(impl, "sinks", None)
+    return Scoring(float(impl.scale), layer.sliding_window, sinks, cap)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention of a slice's queries to all tokens so far.
+
+    Args:
+        query: (T, Hq, D).
+        key: (S, H, D).
+        value: (S, H, D).
+        seen: (T, S) bool, the keys that a query sees.
+        scoring: The layer's. It also has a scale and sinks.
+
+    Returns:
+        (T, Hq, D).
+
+    """
+    mask = seen
+    if scoring.sinks is not None:
+        # One more key scores zero, to which the sink is added, and has no value.
+        key, value = (functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value))
+        bias = query.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        sinks = scoring.sinks.to(bias.dtype)[:, None, None]
+        mask = torch.cat(
+            [bias.expand(len(sinks), -1, -1), sinks.expand(-1, len(seen), 1)], -1
+        )
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    found = functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scoring.scale, enable_gqa=True
+    )
+    return found[0].transpose(0, 1)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Gives layers the offsets of K that follow from the means of all heads."""
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tp_group, model_parallel_is_initialized
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.v1.attention.ops.turbo import refusals
+from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.keys.bias import turbo_layers
+from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, Means
+
+# Reasons why a layer goes without means, though others may have them.
+UNKNOWN_ROPE = "a rotation of K that is not known"
+NOT_RUN = "no keys in a pass of text"
+LAYER_REASONS = (refusals.SOFT_CAP, refusals.STATES, UNKNOWN_ROPE, NOT_RUN)
+
+
+def set_tables(
+    model: nn.Module, means: Means
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Give layers of a turbo dtype the offsets that follow from means.
+
+    Args:
+        model: A model with loaded weights.
+        means: The means of all ranks' heads.
+
+    Returns:
+        The share of K's length that the mean takes, by layer; and by other layer the
+        reason why it has no means. Layers that read another's cache are in neither.
+
+    """
+    layers = {
+        layer.layer_name: (layer, parent) for layer, parent in turbo_layers(model)
+    }
+    readers = {
+        layer.kv_sharing_target_layer_name
+        for layer, _ in layers.values()
+        if layer.impl.runner.scoring.soft_cap is not None
+    }
+    rotaries: dict[nn.Module | None, key_offset.Rotary | None] = {None: None}
+    used: dict[str, float] = {}
+    without: dict[str, str] = {}
+    for name, (layer, parent) in layers.items():
+        runner = layer.impl.runner
+        if layer.kv_sharing_target_layer_name is not None:
+            continue
+        problem = refusals.SOFT_CAP if name in readers else runner.means_problem
+        if problem is not None:
+            without[name] = problem
+            continue
+        own = _own_heads(means.get(name), layer, parent)
+        if own is None or not own.is_usable:
+            without[name] = NOT_RUN
+            continue
+        try:
+            rotary = key_offset.find_rotary(parent, model)
+            if rotary is not None and rotary not in rotaries:
+                rotaries[rotary] = key_offset.mean_rotary(rotary)
+        except key_offset.UnknownRotation:
+            without[name] = UNKNOWN_ROPE
+            continue
+        table = own.table(rotaries[rotary])
+        _set_table(layer, table)
+        runner.key_offset_replicas = kv_head_replicas(layer, parent)
+        if runner.key_bias is not None:
+            runner.key_bias.set_means(table)
+        used[name] = own.share
+    return used, without
+
+
+def kv_head_replicas(layer: Attention, parent: nn.Module) -> int:
+    """Consecutive tensor parallel ranks that have the same KV heads of a layer."""
+    for module in parent.children():
+        linear = getattr(module, "base_layer", module)  # below a LoRA
+        if isinstance(linear, QKVParallelLinear) and (
+            linear.num_kv_heads == layer.num_kv_heads
+        ):
+            return linear.num_kv_head_replicas
+    return 1
+
+
+def _own_heads(
+    means: LayerMeans | None, layer: Attention, parent: nn.Module
+) -> LayerMeans | None:
+    """The means of this rank's heads; None if they are not those of the layer."""
+    if means is None:
+        return None
+    part, num_parts = 0, 1
+    if model_parallel_is_initialized():
+        replicas = kv_head_replicas(layer, parent)
+        part = get_tp_group().rank_in_group // replicas
+        num_parts = get_tp_group().world_size // replicas
+    num_heads = layer.num_kv_heads
+    if means.rest.shape != (num_parts * num_heads, layer.head_size):
+        return None
+    return means.heads(slice(part * num_heads, (part + 1) * num_heads))
+
+
+def _set_table(layer: Attention, table: torch.Tensor) -> None:
+    """Let a layer take a table off K, before its kernels and graphs are made."""
+    device = next(layer.parameters(), layer._k_scale).device
+    if hasattr(layer, key_offset.BUFFER):
+        delattr(layer, key_offset.BUFFER)
+    layer.register_buffer(key_offset.BUFFER, table.to(device), persistent=False)
+    layer.impl.runner.set_key_offset(getattr(layer, key_offset.BUFFER))
+
+
+def share_tables(vllm_config: VllmConfig) -> None:
+    """Let layers, also of drafters, have the offset of the cache that they read."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    for layer in layers.values():
+        target = layers.get(layer.kv_sharing_target_layer_name or "")
+        if target is not None and is_turbo_cache_dtype(layer.kv_cache_dtype):
+            table = target.impl.runner.scoring.key_offset
+            layer.impl.runner.set_key_offset(table)
