@@ -24,9 +24,13 @@ from vllm.v1.attention.ops.turbo.keys.text import TEXT
 # Models without and with a bias of K, and one whose K is normalised.
 MODELS = {name: str(MODEL.with_name(f"needle-{name}")) for name in ("llama", "qwen2")}
 MODELS |= {"qwen3": str(MODEL)}
+# A model with MLA, whose latents have a mean.
+MLA = {"mla": str(MODEL.with_name("needle-deepseek-v3"))}
 PROMPTS, PROMPT_TOKENS, MAX_NEW_TOKENS = 4, 400, 24
 CHUNKS = {"max_num_batched_tokens": 300, "enable_chunked_prefill": True}
 OFF = {"attention_config": {"turbo_means": "off"}}
+# Without a recent window all tokens are seen as they are stored.
+STORED = {"turbo_prefill": "stored"}
 
 
 def prompts() -> list[list[int]]:
@@ -37,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 def engine(model: str, cache: str = "turbo4", **args: Any) -> Engine:
     calls = {"batched": Call(prompts(), MAX_NEW_TOKENS)}
-    return Engine({"kv_cache_dtype": cache} | args, calls, model=MODELS[model])
+    return Engine({"kv_cache_dtype": cache} | args, calls, model=(MODELS | MLA)[model])
 
 
 class Runs:
@@ -57,8 +61,8 @@ class Runs:
         self.logs |= dict(zip(parts[1::2], parts[2::2]))
 
     def line(self, name: str) -> str:
-        """Returns the line of an engine on the means of K."""
-        (line,) = re.findall("KV cache turbo4: the means of K .*", self.logs[name])
+        """Returns the line of an engine on the means of K or latents."""
+        (line,) = re.findall("KV cache turbo4: the means of .*", self.logs[name])
         return line
 
     def file(self, name: str) -> Path:
@@ -87,9 +91,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             "qwen3": engine("qwen3", **CHUNKS),
             "dummy": engine("llama", load_format="dummy"),
             "untold": engine("llama", skip_tokenizer_init=True),
+            "mla-auto": engine("mla", "auto"),
+            "mla": engine("mla", attention_config=STORED),
+            "mla-off": engine("mla", attention_config=STORED | {"turbo_means": "off"}),
         }
     )
-    for name in MODELS:
+    for name in MODELS | MLA:
         path = found.file(name)
         kept(path).write_bytes(path.read_bytes())
     path = found.file("qwen2")
@@ -100,6 +107,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         {
             "shared": engine("llama", model_impl="transformers", dtype="float32"),
             "damaged": engine("qwen2", **CHUNKS),
+            "mla-shared": engine("mla", dtype="float32"),
         }
     )
     return found
@@ -154,30 +162,59 @@ def test_means_are_those_of_the_model(runs: Runs, name: str):
             assert (found - mean).norm() < 5e-3 * mean.norm(), (index, part)
 
 
+@torch.inference_mode()
+def test_means_are_those_of_latents(runs: Runs):
+    """The first token of a text has its share."""
+    folder = MLA["mla"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = AutoTokenizer.from_pretrained(folder).encode(TEXT)[:MAX_TOKENS]
+    with recorded(model, "kv_a_layernorm") as latents:
+        model(torch.tensor([text]))
+    assert len(latents) == model.config.num_hidden_layers
+    tensors = load_file(kept(runs.file("mla")))
+    assert len(tensors) == 3 * len(latents)
+    for index, each in enumerate(latents):
+        mean = each[0].mean(0)
+        for part in ("first", "rest"):
+            (found,) = tensors[f"model.layers.{index}.self_attn.attn.{part}"]
+            assert (found - mean).norm() < 5e-3 * mean.norm(), (index, part)
+
+
 def test_the_log_counts_layers(runs: Runs):
     words = r"are taken off in 5 of 5 layers, and are \d+ to \d+ % as long as K"
     assert re.search(f"{words}; measured, and kept in ", runs.line("llama"))
     assert "K offset: 5 of 5 layers" in runs.logs["llama"]
     assert "K offset: 5 of 5 layers" in runs.logs["qwen2"]
+    words = r"of latents are taken off in 3 of 3 layers, and are \d+ to \d+ % as long"
+    assert re.search(f"{words} as latents; measured", runs.line("mla"))
+    assert "latents' mean: 3 of 3 layers" in runs.logs["mla"]
 
 
-def test_answers_get_closer_to_the_models(runs: Runs):
-    auto, on, off = (requests_of(runs.results[x]) for x in ("auto", "llama", "off"))
-    assert mean_divergence(auto, on) < 0.6 * mean_divergence(auto, off)
+@pytest.mark.parametrize(
+    "names, share",
+    [(("auto", "llama", "off"), 0.6), (("mla-auto", "mla", "mla-off"), 0.7)],
+    ids=["K", "latents"],
+)
+def test_answers_get_closer_to_the_models(runs: Runs, names: list[str], share: float):
+    auto, on, off = (requests_of(runs.results[name]) for name in names)
+    assert mean_divergence(auto, on) < share * mean_divergence(auto, off)
 
 
-def test_off_is_off(runs: Runs):
-    assert not runs.results["off"]["key_offsets"]
-    assert "the means of K" not in runs.logs["off"]
-    assert re.fullmatch(r"turbo4\.\d+", runs.results["off"]["format"])
+@pytest.mark.parametrize("name", ["off", "mla-off"])
+def test_off_is_off(runs: Runs, name: str):
+    assert not runs.results[name]["key_offsets"]
+    assert "the means of" not in runs.logs[name]
+    assert "mean:" not in runs.logs[name]
+    assert re.fullmatch(r"turbo4\.\d+", runs.results[name]["format"])
 
 
-def test_engines_share_the_means(runs: Runs):
+@pytest.mark.parametrize("name, first", [("shared", "llama"), ("mla-shared", "mla")])
+def test_engines_share_the_means(runs: Runs, name: str, first: str):
     """An engine with another dtype and modeling code has the same bytes of pages."""
-    assert "read from" in runs.line("shared")
-    assert runs.file("shared") == runs.file("llama")
-    assert runs.results["shared"]["format"] == runs.results["llama"]["format"]
-    assert re.fullmatch(r"turbo4\.\d+-[0-9a-f]{16}", runs.results["llama"]["format"])
+    assert "read from" in runs.line(name)
+    assert runs.file(name) == runs.file(first)
+    assert runs.results[name]["format"] == runs.results[first]["format"]
+    assert re.fullmatch(r"turbo4\.\d+-[0-9a-f]{16}", runs.results[first]["format"])
 
 
 def test_a_damaged_file_is_noticed(runs: Runs):

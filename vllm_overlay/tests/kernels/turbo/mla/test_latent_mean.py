@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A layer of MLA takes the mean of latents off in its store, and adds it again."""
+"""A layer of MLA takes the mean of latents off in its store, and adds it again.
+
+A pass of a text measures the mean.
+"""
 
 import copy
 import math
 
 import pytest
 import torch
+from torch import nn
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
@@ -17,9 +21,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
 from vllm.v1.attention.ops.turbo.format import LAYOUT_VERSION
+from vllm.v1.attention.ops.turbo.keys.means import LayerMeans
+from vllm.v1.attention.ops.turbo.keys.run_pass import attention_layers
+from vllm.v1.attention.ops.turbo.keys.text_pass import TextPass
 from vllm.v1.attention.ops.turbo.latent.mean import BUFFER, with_rotation
 from vllm.v1.attention.ops.turbo.reference import inverse_rotate
-from vllm.v1.attention.ops.turbo.serving import format_id
+from vllm.v1.attention.ops.turbo.serving import format_id, means_tables
 from vllm.v1.attention.ops.turbo.serving.startup import describe_latent_cache
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
@@ -28,6 +35,8 @@ from ..utils import DEVICE, ON_GPU, gaussian, requires_triton
 from .latent_utils import latent_presets, long_mean
 from .mla_utils import (
     FP32,
+    NOPE,
+    NUM_HEADS,
     MLABatch,
     make_mla_builder,
     make_mla_config,
@@ -191,3 +200,74 @@ def test_line_at_the_start(folder):
     config = make_mla_config(folder)
     impls = [make_mla_layer(config).impl, layer_with_mean(config).impl]
     assert "; latents' mean: 1 of 2 layers (" in describe_latent_cache(impls)
+
+
+NUM_TEXT, NUM_FIRST = 40, 3
+NUM_TOKENS = NUM_TEXT + NUM_FIRST
+
+
+def expected_outputs(
+    layer: MLAAttention, query: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor
+) -> torch.Tensor:
+    """Attention by query token and head, in the plainest way."""
+    weight = layer.kv_b_proj.weight.double().unflatten(0, (NUM_HEADS, -1))
+    outputs = []
+    for token in range(NUM_TOKENS):
+        seen = slice(0 if token < NUM_TEXT else token, token + 1)
+        for head in range(NUM_HEADS):
+            keys, values = (kv_c[seen].double() @ weight[head].T).split(
+                [NOPE, layer.v_head_dim], -1
+            )
+            keys = torch.cat([keys, k_pe[seen, 0].double()], -1)
+            scores = keys @ query[token, head].double() * layer.scale
+            outputs.append(scores.softmax(-1) @ values)
+    return torch.stack(outputs).view(NUM_TOKENS, -1).float()
+
+
+@pytest.mark.parametrize("step", [NUM_TOKENS, 16])
+def test_a_pass_attends_as_the_model_does(folder, step):
+    """Its latents are raw, and all of the text's give the mean."""
+    layer = make_mla_layer(make_mla_config(folder))
+    shapes = [(NUM_HEADS, layer.qk_head_dim), (512,), (1, 64)]
+    tensors = [
+        gaussian(NUM_TOKENS, *shape, dtype=FP32, seed=i)
+        for i, shape in enumerate(shapes)
+    ]
+    tensors[1] += 1
+    text_pass = TextPass({}, NUM_TEXT, NUM_TOKENS)
+    outputs = []
+    with text_pass.running([layer]):
+        for start in range(0, NUM_TOKENS, step):
+            text_pass.begin(start)
+            part = [x[start : start + step] for x in tensors]
+            output = torch.empty(len(part[0]), NUM_HEADS * layer.v_head_dim)
+            layer.forward_impl(*part, None, None, output=output)
+            outputs.append(output)
+    assert "forward_impl" not in vars(layer)
+    torch.testing.assert_close(torch.cat(outputs), expected_outputs(layer, *tensors))
+    means = text_pass.means[layer.layer_name]
+    text = tensors[1][:NUM_TEXT]
+    torch.testing.assert_close(means.rest, text.mean(0)[None])
+    assert torch.equal(means.first, means.rest)
+    length = text.square().sum(-1).mean().sqrt()
+    torch.testing.assert_close(means.length, length[None])
+
+
+def test_layers_get_the_means_of_a_pass(folder):
+    """Layers whose means are of another size or not finite have none."""
+    config = make_mla_config(folder)
+    fine, unseen, misfit, broken = layers = [make_mla_layer(config) for _ in range(4)]
+    model = nn.ModuleList(nn.Sequential(layer) for layer in layers)
+    assert [layer for layer, _ in attention_layers(model).values()] == layers
+    mean = gaussian(1, 512, dtype=FP32, seed=1).cpu()
+    found = LayerMeans(mean, mean, 2 * mean.norm(dim=-1))
+    means = {
+        fine.layer_name: found,
+        misfit.layer_name: LayerMeans(*(x.repeat(2, 1) for x in found)),
+        broken.layer_name: found._replace(length=torch.full((1,), math.nan)),
+    }
+    used, without = means_tables.set_tables(model, means)
+    assert used == {fine.layer_name: pytest.approx(0.5)}
+    assert set(without) == {x.layer_name for x in (unseen, misfit, broken)}
+    assert torch.equal(fine.impl.runner.mean.latent.cpu(), mean[0])
+    assert all(x.impl.runner.mean is None for x in (unseen, misfit, broken))

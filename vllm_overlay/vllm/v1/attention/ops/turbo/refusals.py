@@ -150,7 +150,6 @@ MEANS_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
         lambda config: config.parallel_config.decode_context_parallel_size > 1
     ),
     "the model has an encoder": lambda config: config.model_config.is_encoder_decoder,
-    "the model has MLA": lambda config: config.model_config.use_mla,
     "the model is a drafter": lambda config: config.model_config.runner_type == "draft",
     "layers with a state stand between those with K": (
         lambda config: config.model_config.is_hybrid

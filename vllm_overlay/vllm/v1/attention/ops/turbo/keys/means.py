@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The means of K of a model's layers, which are measured on a short text.
+"""The means of K, or of MLA's latents, in a model's layers.
+
+They are measured on a short text.
 
 K has a mean over positions also in models without a bias of K, and a code of few bits
 has better uses for its levels. The model runs once, on raw K and V: the text, and
@@ -8,7 +10,8 @@ several sequences of one token each. RoPE turns each key by its position, so key
 turned back before they are averaged.
 
 The first token of a sequence is an attention sink, whose key is far from the others'.
-So it is left out, and the sequences of one token give its mean.
+So it is left out, and the sequences of one token give its mean. Latents have no RoPE,
+and those of first tokens lose the same mean as others.
 """
 
 from typing import NamedTuple
@@ -27,6 +30,8 @@ FIRST_TOKENS = 64
 
 class LayerMeans(NamedTuple):
     """The means of a layer's keys, fp32 on the CPU.
+
+    Latents are the keys of one head. Their two means are equal.
 
     Attributes:
         first: (H, D), of first tokens' keys as attention has them.

@@ -3,7 +3,7 @@
 """Runs a text through a model that has no cache yet: it measures ``keys.means``."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from vllm.distributed import get_pp_group, model_parallel_is_initialized
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import set_forward_context
 from vllm.lora.layers import LoRAMapping
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.interfaces import (
     requires_raw_input_tokens,
@@ -40,23 +40,30 @@ class PassRunner(Protocol):
         """The model, without wrappers of CUDA graphs."""
 
 
-def attention_layers(model: nn.Module) -> dict[str, tuple[Attention, nn.Module]]:
-    """A model's layers with K and V of any cache dtype, and the modules around them."""
+# Attention layers by name, and the modules around them.
+Layers = dict[str, tuple[Attention | MLAAttention, nn.Module]]
+
+
+def attention_layers(model: nn.Module) -> Layers:
+    """A model's layers with K and V, or with latents, of any cache dtype."""
     return {
         layer.layer_name: (layer, parent)
         for parent in model.modules()
         for layer in parent.children()
-        if isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER
+        if isinstance(layer, MLAAttention)
+        or (isinstance(layer, Attention) and layer.attn_type == AttentionType.DECODER)
     }
 
 
 def inverses(
-    model: nn.Module, layers: Mapping[str, tuple[Attention, nn.Module]], count: int
+    model: nn.Module, layers: Layers, count: int
 ) -> dict[str, key_offset.Rotary | None]:
-    """The inverse of RoPE of each layer whose RoPE is known, for some positions."""
+    """The inverse of RoPE of layers with K whose RoPE is known, for some positions."""
     known: dict[nn.Module | None, key_offset.Rotary | None] = {None: None}
     found = {}
-    for name, (_, parent) in layers.items():
+    for name, (layer, parent) in layers.items():
+        if isinstance(layer, MLAAttention):
+            continue
         try:
             rotary = key_offset.find_rotary(parent, model)
             if rotary is not None and rotary not in known:
@@ -77,12 +84,14 @@ def make_pass(
 
     """
     for module in model.modules():
-        if isinstance(module, AttentionLayerBase) and not isinstance(module, Attention):
+        if isinstance(module, AttentionLayerBase) and not isinstance(
+            module, Attention | MLAAttention
+        ):
             name = type(module).__name__
             raise PassError(f"layers of {name} have caches or states of other kinds")
     layers = attention_layers(model)
     text_pass = TextPass(inverses(model, layers, num_text), num_text, num_tokens)
-    stack.enter_context(text_pass.running(layer for layer, _ in layers.values()))
+    stack.enter_context(text_pass.running([layer for layer, _ in layers.values()]))
     # Without it, small functions of layers would be compiled for each size of slices.
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     return text_pass

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention of layers in a pass of a text, on raw K and V, whose K is averaged."""
+"""Attention of layers in a pass of a text, on raw K and V, or on raw latents.
+
+K and latents are averaged: see ``keys.means``.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.interface import Scoring
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
@@ -22,10 +25,10 @@ class PassError(Exception):
 
 
 class TextPass:
-    """A pass of a model: attends to raw K and V, and averages K.
+    """A pass of a model: attends to raw K and V or latents, and averages K or latents.
 
     Args:
-        layers: Each attention layer, and the inverse of its RoPE for ``num_text``
+        layers: Each layer with K, and the inverse of its RoPE for ``num_text``
             positions; None for a layer without RoPE. A layer whose RoPE is unknown is
             left out, and has no means.
         num_text: Tokens of the text, which come first.
@@ -49,18 +52,23 @@ class TextPass:
         self.seen = cache(self._seen)
 
     @contextmanager
-    def running(self, attention: Iterable[Attention]) -> Iterator[None]:
+    def running(self, attention: Iterable[Attention | MLAAttention]) -> Iterator[None]:
         """Let layers attend in the pass, and not to a cache."""
-        layers = list(attention)
+        layers = [layer for layer in attention if isinstance(layer, Attention)]
+        latents = [layer for layer in attention if isinstance(layer, MLAAttention)]
         targets = (layer.kv_sharing_target_layer_name for layer in layers)
         self.targets = {name for name in targets if name}
         try:
             for layer in layers:
                 vars(layer.impl)["forward"] = self.attend
+            for latent in latents:
+                vars(latent)["forward_impl"] = partial(self.attend_latents, latent)
             yield
         finally:
             for layer in layers:
                 vars(layer.impl).pop("forward", None)
+            for latent in latents:
+                vars(latent).pop("forward_impl", None)
             self.kept.clear()
 
     def begin(self, start: int) -> None:
@@ -110,24 +118,55 @@ class TextPass:
         elif key is None or value is None:
             raise PassError(f"{layer.layer_name} has no keys")
         else:
-            key, value = self._record(layer.layer_name, key, value)
+            key, value = self._joined(layer.layer_name, key, value)
+            if len(key) == self.num_tokens and layer.layer_name in self.layers:
+                inverse = self.layers[layer.layer_name]
+                self.means[layer.layer_name] = self._average(key.float(), inverse)
         seen = self.seen(len(query), query.device, scoring.sliding_window)
         output.copy_(attention(query, key, value, seen, scoring))
         return output
 
-    def _record(
+    def attend_latents(
+        self,
+        layer: MLAAttention,
+        query: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: object,
+        attn_metadata: object,
+        output: torch.Tensor,
+        **others: object,
+    ) -> torch.Tensor:
+        """Attend like ``MLAAttention.forward_impl``, and record latents.
+
+        Raises:
+            PassError: If the layer's output is quantised.
+
+        """
+        if any(other is not None for other in others.values()):
+            raise PassError("attention quantises its output")
+        latent, rope = self._joined(layer.layer_name, kv_c_normed[:, None], k_pe)
+        if len(latent) == self.num_tokens:
+            self.means[layer.layer_name] = self._average_latents(latent.float())
+        sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
+        projected = layer.kv_b_proj(latent[:, 0])[0]
+        heads = projected.view(len(latent), layer.num_heads, sum(sizes))
+        nope, value = heads.split(sizes, -1)
+        key = torch.cat([nope, rope.expand(-1, layer.num_heads, -1)], -1)
+        scoring = Scoring(layer.scale, layer.sliding_window)
+        seen = self.seen(len(query), query.device, scoring.sliding_window)
+        found = attention(query, key, value, seen, scoring)
+        return output.copy_(found.reshape(output.shape))
+
+    def _joined(
         self, name: str, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add K and V of a slice's tokens; return those of all tokens so far."""
+        """A layer's K and V of a slice's tokens behind those of all tokens before."""
         if self.start:
-            before = self.kept[name]
+            before = self.kept.pop(name)
             key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
-        is_last = len(key) == self.num_tokens
-        self.kept.pop(name, None)
-        if not is_last or name in self.targets:
+        if len(key) < self.num_tokens or name in self.targets:
             self.kept[name] = key.clone(), value.clone()
-        if is_last and name in self.layers:
-            self.means[name] = self._average(key.float(), self.layers[name])
         return key, value
 
     def _average(
@@ -142,6 +181,13 @@ class TextPass:
                 inverse.to(key.device)
             text = key_offset.rotate_rows(text, inverse)
         return LayerMeans(*(x.cpu() for x in (first, text[1:].mean(0), length)))
+
+    def _average_latents(self, latents: torch.Tensor) -> LayerMeans:
+        """The mean of a layer's latents, (T, 1, L) fp32, with the first token's."""
+        text = latents[: self.num_text]
+        mean = text.mean(0).cpu()
+        length = text.square().sum(-1).mean(0).sqrt()
+        return LayerMeans(mean, mean, length.cpu())
 
 
 def scoring_of(layer: Attention) -> Scoring:
@@ -166,12 +212,12 @@ def attention(
     Args:
         query: (T, Hq, D).
         key: (S, H, D).
-        value: (S, H, D).
+        value: (S, H, Dv).
         seen: (T, S) bool, the keys that a query sees.
         scoring: The layer's. It also has a scale and sinks.
 
     Returns:
-        (T, Hq, D).
+        (T, Hq, Dv).
 
     """
     mask = seen

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Takes the means of K off in an engine whose weights are loaded: see ``keys.means``.
 
+With MLA these are the means of latents.
+
 All ranks of a model decide together, and all have the means of the first rank. So the
 bytes of pages do not depend on the division among ranks.
 """
@@ -45,6 +47,7 @@ from vllm.v1.attention.ops.turbo.serving.means_file import (
 )
 from vllm.v1.attention.ops.turbo.serving.means_tables import (
     kv_head_replicas,
+    latent_layers,
     set_tables,
     share_tables,
 )
@@ -133,7 +136,8 @@ def _is_first_rank() -> bool:
 
 def layers_problem(model: nn.Module) -> Problem | None:
     """The reason why no layer of any rank can have means; None if some can."""
-    own = [layer.impl.runner.means_problem for layer, _ in turbo_layers(model)]
+    own: list[str | None] = [None for _ in latent_layers(model)]
+    own += [layer.impl.runner.means_problem for layer, _ in turbo_layers(model)]
     found = dict.fromkeys(sum(_gathered(own, _world()), []))
     if None in found:
         return None
@@ -251,7 +255,7 @@ def set_key_means(runner: PassRunner, vllm_config: VllmConfig) -> None:
             means = write_means(start.path, start.key, means)
         means = _from_first_rank(means)
     if problem is not None:
-        _report_problem(cache_dtype, problem)
+        _report_problem(vllm_config, problem)
         return
     assert means is not None
     used, without = set_tables(model, means)
@@ -259,11 +263,19 @@ def set_key_means(runner: PassRunner, vllm_config: VllmConfig) -> None:
     _report(vllm_config, used, without, start, time.monotonic() - began_s)
 
 
-def _report_problem(cache_dtype: str, problem: Problem) -> None:
+def _stored(vllm_config: VllmConfig) -> str:
+    """The word for vectors that have a mean."""
+    return "latents" if vllm_config.model_config.use_mla else "K"
+
+
+def _report_problem(vllm_config: VllmConfig, problem: Problem) -> None:
     """Log why an engine goes without means."""
-    line = f"KV cache {cache_dtype}: the means of K stay in, because {problem.reason}."
     if not _is_first_rank():
         return
+    line = (
+        f"KV cache {vllm_config.cache_config.cache_dtype}: the means of "
+        f"{_stored(vllm_config)} stay in, because {problem.reason}."
+    )
     if problem.is_error:
         logger.warning_once("%s %s", line, WAY_OUT)
     else:
@@ -280,12 +292,11 @@ def _report(
     """Log how many layers have means, how long these are, and their file."""
     if model_parallel_is_initialized() and not get_tp_group().is_first_rank:
         return
-    line = (
-        f"the means of K are taken off in {len(used)} of {len(used | without)} layers"
-    )
+    stored, count = _stored(vllm_config), f"{len(used)} of {len(used | without)}"
+    line = f"the means of {stored} are taken off in {count} layers"
     if used:
         shares = sorted(100 * share for share in used.values())
-        line += f", and are {shares[0]:.0f} to {shares[-1]:.0f} % as long as K"
+        line += f", and are {shares[0]:.0f} to {shares[-1]:.0f} % as long as {stored}"
     source = "read from" if start.means is not None else "measured, and kept in"
     kept = f"{source} {start.path}" if start.path else "measured, and kept in no file"
     words = [f"{line}; {kept} ({seconds:.1f} s)", *_grouped(without)]
@@ -293,9 +304,10 @@ def _report(
     logger.info_once("KV cache %s: %s.", cache_dtype, ". ".join(words), scope="process")
     if used and vllm_config.kv_transfer_config is not None:
         logger.info_once(
-            "Engines that exchange pages need the same means of K: copy the file to "
+            "Engines that exchange pages need the same means of %s: copy the file to "
             "VLLM_CACHE_ROOT of the others, or start all with "
             "--attention-config.turbo_means off.",
+            stored,
             scope="process",
         )
 

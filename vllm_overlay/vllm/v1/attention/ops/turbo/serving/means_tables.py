@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Gives layers the offsets of K that follow from the means of all heads."""
+"""Gives layers the offsets of K, or the means of latents, that follow from means."""
 
 import torch
 from torch import nn
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group, model_parallel_is_initialized
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
@@ -17,7 +17,7 @@ from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, Means
 
 # Reasons why a layer goes without means, though others may have them.
 UNKNOWN_ROPE = "a rotation of K that is not known"
-NOT_RUN = "no keys in a pass of text"
+NOT_RUN = "no keys or latents in a pass of text"
 LAYER_REASONS = (refusals.SOFT_CAP, refusals.STATES, UNKNOWN_ROPE, NOT_RUN)
 
 
@@ -71,11 +71,35 @@ def set_tables(
         if runner.key_bias is not None:
             runner.key_bias.set_means(table)
         used[name] = own.share
+    for latent in latent_layers(model):
+        own = means.get(latent.layer_name)
+        if (
+            own is None
+            or own.rest.shape != (1, latent.kv_lora_rank)
+            or not own.is_usable
+        ):
+            without[latent.layer_name] = NOT_RUN
+            continue
+        device = next(latent.kv_b_proj.parameters()).device
+        latent.impl.runner.set_latent_mean(latent, own.rest[0], device)
+        used[latent.layer_name] = own.share
     return used, without
 
 
-def kv_head_replicas(layer: Attention, parent: nn.Module) -> int:
+def latent_layers(model: nn.Module) -> list[MLAAttention]:
+    """A model's layers of latents of a turbo dtype."""
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, MLAAttention)
+        and is_turbo_cache_dtype(layer.kv_cache_dtype)
+    ]
+
+
+def kv_head_replicas(layer: Attention | MLAAttention, parent: nn.Module) -> int:
     """Consecutive tensor parallel ranks that have the same KV heads of a layer."""
+    if isinstance(layer, MLAAttention):
+        return get_tp_group().world_size
     for module in parent.children():
         linear = getattr(module, "base_layer", module)  # below a LoRA
         if isinstance(linear, QKVParallelLinear) and (
