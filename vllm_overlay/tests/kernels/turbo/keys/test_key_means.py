@@ -6,6 +6,7 @@ and each rank's layers get the offsets that follow.
 
 from contextlib import ExitStack, nullcontext
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,17 +234,25 @@ def test_layers_that_cannot_attend_end_a_pass(config):
     assert "forward" not in vars(layer.impl)
 
 
-def test_layers_of_other_classes_end_a_pass():
+def pass_of(model: nn.Module, config: VllmConfig, stack: ExitStack) -> TextPass:
+    """A pass of a model's layers."""
+    runner = SimpleNamespace(get_model=lambda: model, device=DEVICE)
+    text_pass, states = make_model_pass(runner, config, NUM_TEXT, NUM_TOKENS, stack)
+    assert states is None
+    return text_pass
+
+
+def test_layers_of_other_classes_end_a_pass(config):
     class State(nn.Module, AttentionLayerBase):
         def get_attn_backend(self): ...
 
         def get_kv_cache_spec(self, vllm_config): ...
 
     with ExitStack() as stack, pytest.raises(PassError, match="layers of State"):
-        make_model_pass(nn.Sequential(State()), NUM_TEXT, NUM_TOKENS, stack)
+        pass_of(nn.Sequential(State()), config, stack)
 
 
-def test_functions_are_not_compiled_in_a_pass():
+def test_functions_are_not_compiled_in_a_pass(config):
     """Inductor would take seconds, and compile them again for the last slice."""
     found = []
 
@@ -253,7 +262,7 @@ def test_functions_are_not_compiled_in_a_pass():
 
     compiled = torch.compile(torch.cos, backend=backend)
     with ExitStack() as stack:
-        make_model_pass(nn.Identity(), NUM_TEXT, NUM_TOKENS, stack)
+        pass_of(nn.Identity(), config, stack)
         assert compiled(torch.zeros(3)).tolist() == [1] * 3
     assert not found
     compiled(torch.zeros(3))

@@ -151,9 +151,6 @@ MEANS_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
     ),
     "the model has an encoder": lambda config: config.model_config.is_encoder_decoder,
     "the model is a drafter": lambda config: config.model_config.runner_type == "draft",
-    "layers with a state stand between those with K": (
-        lambda config: config.model_config.is_hybrid
-    ),
 }
 MEANS_OFF = "--attention-config.turbo_means is off"
 # Reasons why a layer has no means of K, though others may.

@@ -5,18 +5,19 @@
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_pp_group, model_parallel_is_initialized
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import set_forward_context
 from vllm.lora.layers import LoRAMapping
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.interfaces import (
     requires_raw_input_tokens,
     supports_multimodal,
@@ -25,6 +26,7 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.keys.means import Means
+from vllm.v1.attention.ops.turbo.keys.pass_states import PassStates, state_layers
 from vllm.v1.attention.ops.turbo.keys.text_pass import PassError, TextPass
 
 # Tokens that run at once, whatever the engine's steps. Rounding depends on this number.
@@ -74,18 +76,37 @@ def inverses(
     return found
 
 
+class Pass(NamedTuple):
+    """A pass of a model.
+
+    Attributes:
+        text_pass: The attention of its layers.
+        states: The states of its other layers; None if it has none.
+
+    """
+
+    text_pass: TextPass
+    states: PassStates | None
+
+
 def make_pass(
-    model: nn.Module, num_text: int, num_tokens: int, stack: ExitStack
-) -> TextPass:
+    runner: PassRunner,
+    vllm_config: VllmConfig,
+    num_text: int,
+    num_tokens: int,
+    stack: ExitStack,
+) -> Pass:
     """A pass in which a model's layers attend until a stack is left.
 
     Raises:
-        PassError: If a layer is of another class.
+        PassError: If a layer is of another class, or its states are of a kind that only
+            decodes keep.
 
     """
+    model = runner.get_model()
     for module in model.modules():
         if isinstance(module, AttentionLayerBase) and not isinstance(
-            module, Attention | MLAAttention
+            module, Attention | MLAAttention | MambaBase
         ):
             name = type(module).__name__
             raise PassError(f"layers of {name} have caches or states of other kinds")
@@ -94,7 +115,16 @@ def make_pass(
     stack.enter_context(text_pass.running([layer for layer, _ in layers.values()]))
     # Without it, small functions of layers would be compiled for each size of slices.
     stack.enter_context(torch.compiler.set_stance("force_eager"))
-    return text_pass
+    found = state_layers(model, vllm_config)
+    if not found:
+        return Pass(text_pass, None)
+    if vllm_config.cache_config.use_replayssm:
+        raise PassError("--use-replayssm")
+    others = list(get_layers_from_vllm_config(vllm_config, Attention | MLAAttention))
+    sizes = num_text, num_tokens
+    states = PassStates(found, others, *sizes, vllm_config, runner.device)
+    stack.enter_context(states.bound())
+    return Pass(text_pass, states)
 
 
 @torch.inference_mode()
@@ -119,20 +149,24 @@ def run_pass(
     positions = torch.zeros_like(tokens)
     positions[: len(text)] = torch.arange(len(text), device=runner.device)
     step = min(SLICE_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens)
-    passes: list[TextPass] = []
+    passes: list[Pass] = []
 
     def run(start: int, received: IntermediateTensors | None) -> object:
         if not passes:
-            passes.append(make_pass(runner.get_model(), len(text), len(tokens), stack))
-        passes[0].begin(start)
-        part = slice(start, start + step)
-        inputs = tokens[part], positions[part]
-        return _run_model(runner, vllm_config, *inputs, received)
+            sizes = len(text), len(tokens)
+            passes.append(make_pass(runner, vllm_config, *sizes, stack))
+        text_pass, states = passes[0]
+        text_pass.begin(start)
+        end = min(start + step, len(text) if start < len(text) else len(tokens))
+        metadata = states.begin(start, end) if states else None
+        inputs = tokens[start:end], positions[start:end]
+        return _run_model(runner, vllm_config, *inputs, metadata, received)
 
     stages = get_pp_group() if model_parallel_is_initialized() else None
     with ExitStack() as stack:
-        run_stage(run, range(0, len(tokens), step), stages)
-    return passes[0].means
+        starts = [*range(0, len(text), step), *range(len(text), len(tokens), step)]
+        run_stage(run, starts, stages)
+    return passes[0].text_pass.means
 
 
 def run_stage(
@@ -181,6 +215,7 @@ def _run_model(
     vllm_config: VllmConfig,
     tokens: torch.Tensor,
     positions: torch.Tensor,
+    metadata: dict[str, Any] | None,
     received: IntermediateTensors | None,
 ) -> object:
     """Run a slice of a pass through this rank's layers, without compiled graphs."""
@@ -193,7 +228,7 @@ def _run_model(
         lora_manager.set_active_adapters(set(), mapping)
     inputs: dict[str, object] = {"input_ids": tokens, "inputs_embeds": None}
     with set_forward_context(
-        None, vllm_config, num_tokens=len(tokens), skip_compiled=True
+        metadata, vllm_config, num_tokens=len(tokens), skip_compiled=True
     ):
         if received is None and supports_multimodal(model):
             inputs["inputs_embeds"] = model.embed_input_ids(tokens)
