@@ -2,14 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Hybrids measure the means of K with real states in their other layers."""
 
-import re
-from pathlib import Path
-
 import pytest
 from families import write_family
-from harness import Call, Engine, run_job
+from harness import Call, Engine
 from safetensors.torch import load_file
-from test_key_means import exact_means
+from test_key_means import Runs, exact_means
 
 # The modules whose outputs are K before RoPE, in Transformers.
 KEYS = {"lfm2": "k_layernorm", "nemotron_h": "k_proj", "qwen3_next": "k_norm"}
@@ -21,20 +18,27 @@ ARGS = {"max_num_batched_tokens": 150, "enable_chunked_prefill": True}
 ARGS |= {"kv_cache_dtype": "turbo4", "dtype": "float32"}
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    found = Runs(tmp_path_factory.mktemp("hybrids"))
+    call = {"call": Call([[1, 2, 3]], 4)}
+    engines = {}
+    for name in KEYS:
+        folder = str(write_family(found.folder / f"{name}-model", name))
+        # With hits, states are in the place of a request's last block.
+        hits = {"enable_prefix_caching": name != "nemotron_h"}
+        engines[name] = Engine(ARGS | hits, call, model=folder)
+    found.run(engines, "v2")
+    return found
+
+
 @pytest.mark.parametrize("name", KEYS)
-def test_means_are_those_of_the_model(tmp_path: Path, name: str):
-    folder = write_family(tmp_path / name, name)
-    hits = {"enable_prefix_caching": name != "nemotron_h"}
-    engines = {"one": Engine(ARGS | hits, {"call": Call([[1, 2, 3]], 4)})}
-    variables = {"VLLM_CACHE_ROOT": str(tmp_path)}
-    results = run_job(tmp_path / "job", folder, "v2", engines, variables)
-    log = (tmp_path / "job" / "log").read_text()
-    expected = exact_means(str(folder), KEYS[name])
+def test_means_are_those_of_the_model(runs: Runs, name: str):
+    expected = exact_means(str(runs.folder / f"{name}-model"), KEYS[name])
     count = len(expected)
-    assert f"the means of K are taken off in {count} of {count} layers" in log
-    assert len(results["one"]["key_offsets"]) == count
-    (path,) = set(re.findall(r"\S+\.safetensors", log))
-    found = load_file(path)
+    assert f"are taken off in {count} of {count} layers" in runs.line(name)
+    assert len(runs.results[name]["key_offsets"]) == count
+    found = load_file(runs.file(name))
     assert len(found) == 3 * count
     for part, means in zip(("first", "rest"), zip(*expected)):
         own = [found[key] for key in sorted(found) if key.endswith(f".{part}")]

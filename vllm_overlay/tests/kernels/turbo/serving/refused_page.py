@@ -215,8 +215,10 @@ window, and the log says why. The reasons:
 
 ## No mean of K
 
-These models and settings leave [the mean of K](turbo.md#the-mean-of-k) in what is
-stored. The engine starts, and the log says why:
+These models and settings leave [the mean of K](turbo.md#the-mean-of-k), or with MLA the
+mean of latents, in what is stored. The engine starts, and the log says why. After an
+error that is a warning. Hybrids lose the means of their attention layers. Drafters have
+none, also beside a model that has:
 
 {means}
 
@@ -262,7 +264,7 @@ def window_reasons() -> Iterator[str]:
 def means_reasons() -> Iterator[str]:
     """Every reason for which an engine has no means of K."""
     yield from refusals.MEANS_FEATURES
-    yield from (means.NO_LAYER, means.SHORT_TEXT)
+    yield from (means.NO_LAYER, means.SHORT_TEXT, means.OTHER_TOKENS)
     yield f"{means.ALL_LAYERS} <a reason of the list below>"
     yield f"{means.NO_TOKENIZER}: <error>"
     yield f"{means.PASS_FAILS}: <error>"

@@ -216,6 +216,20 @@ def test_the_text_is_cut(tmp_path, monkeypatch, words, positions):
     assert start.problem is None and start.means is None
 
 
+def test_a_tokenizer_of_another_model(tmp_path, monkeypatch):
+    """A token without an embedding would end a process with a GPU."""
+    config = make_vllm_config(tmp_path)
+    found = []
+    for size in (1000, max(Tokenizer(900).encode(TEXT))):
+        config.model_config.hf_text_config.vocab_size = size
+        config.model_config.model_arch_config.vocab_size = size
+        monkeypatch.setattr(
+            serving_means, "cached_tokenizer_from_config", lambda _: Tokenizer(900)
+        )
+        found.append(serving_means._start(config).problem)
+    assert found == [None, serving_means.Problem(serving_means.OTHER_TOKENS)]
+
+
 def test_no_tokenizer(tmp_path, monkeypatch):
     def fail(_: object) -> None:
         raise OSError("there is no tokenizer.json")

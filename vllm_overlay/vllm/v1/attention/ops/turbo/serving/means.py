@@ -58,6 +58,7 @@ logger = init_logger(__name__)
 NO_TOKENIZER = "no tokenizer can be loaded"
 PASS_FAILS = "a pass of text fails"
 SHORT_TEXT = f"the text has fewer than {key_means.MIN_TOKENS} tokens"
+OTHER_TOKENS = "the tokenizer has tokens that the model lacks"
 NO_LAYER = "no layer has a turbo dtype"
 ALL_LAYERS = "all layers have"
 # The end of a warning of an error.
@@ -180,6 +181,9 @@ def _start(vllm_config: VllmConfig) -> Start:
         return Start(problem=Problem.of(NO_TOKENIZER, error))
     if len(text) < key_means.MIN_TOKENS:
         return Start(problem=Problem(SHORT_TEXT))
+    if max(text) >= vllm_config.model_config.get_vocab_size():
+        # On a GPU such a token would end the process.
+        return Start(problem=Problem(OTHER_TOKENS))
     return Start(None, path, key, text)
 
 
