@@ -98,7 +98,14 @@ def run_tests(tree: Git, tests: list[str], variables: dict[str, str]) -> Run:
     done = subprocess.run(
         [python, *PYTEST, *unseen, *tests],
         cwd=tree.folder,
-        env={**os.environ, **variables, "PYTHONPATH": search},
+        # Byte code of the run without the change may count for one with it: a source
+        # can change within a second, and keep its size.
+        env={
+            **os.environ,
+            **variables,
+            "PYTHONPATH": search,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
