@@ -217,8 +217,7 @@ window, and the log says why. The reasons:
 
 These models and settings leave [the mean of K](turbo.md#the-mean-of-k), or with MLA the
 mean of latents, in what is stored. The engine starts, and the log says why. After an
-error that is a warning. Hybrids lose the means of their attention layers. Drafters have
-none, also beside a model that has:
+error that is a warning. Drafters have none, also beside a model that has:
 
 {means}
 
