@@ -14,6 +14,7 @@ import argparse
 import http.client
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -139,9 +140,23 @@ def is_right(answer: str, code: str = CODE) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Returns a port that no server has.
+
+    It is none of those that systems give to connections. One of these would be taken
+    before a server binds it.
+
+    Raises:
+        OSError: If none is found.
+
+    """
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no port from 20000 to 31999 is free")
 
 
 def startup_lines(log: Path) -> list[str]:
