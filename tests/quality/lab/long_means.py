@@ -140,7 +140,7 @@ def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
         + [f"{row[kinds[0]]['kl'] / row['exact']['kl']:.2f}"]
         for row in rows
     ]
-    return page("What a mean of K costs in long contexts", about, [head, *cells])
+    return page("The loss by means of K in long contexts", about, [head, *cells])
 
 
 def main() -> None:

@@ -218,7 +218,7 @@ def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
 
     layers = sorted({row["layer"] for row in heads})
     head = ["layer", "mean", *(f"stored, {name}" for name in shares), *sums]
-    title = "What layers lose with K's mean by segments"
+    title = "The loss of layers with K's mean by segments"
     lines = page(title, about, [head, *map(line, layers)])
     names = ["rounded", "sum", "median", "above"]
     below = [

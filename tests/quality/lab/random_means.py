@@ -35,7 +35,7 @@ from report import kl_cell, page
 from variants import preset
 
 CACHE = "turbo4"
-# As served.
+# The arm that a server has.
 BASE = replace(KEY, first=1, own_first="K")
 NOTHING = Arm()
 
