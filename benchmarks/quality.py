@@ -16,6 +16,7 @@ reference. An arm is a --kv-cache-dtype with options behind colons:
 
 * "stored": turbo_prefill is "stored";
 * "window": turbo_window is "auto", and not 0;
+* "no-means": turbo_means is "off";
 * "skip-windows": layers with sliding windows stay in the model's dtype;
 * "all": vLLM's turboquant presets also compress the four layers that they keep in bf16;
 * an attention backend's name, as in "fp8:TRITON_MLA";
@@ -38,7 +39,14 @@ from typing import Any
 import numpy as np
 from common import ROOT, run_facts
 from env import has_gpu
-from turbo_process.arm import ALL_LAYERS, TURBO_DTYPES, WINDOW, read_result, run_arm
+from turbo_process.arm import (
+    ALL_LAYERS,
+    NO_MEANS,
+    TURBO_DTYPES,
+    WINDOW,
+    read_result,
+    run_arm,
+)
 from turbo_process.runner import engine_variables, exit_when_told, side_by_side
 from turbo_quality.cases import HEAD, HELD_OUT, MODEL, Plan, build_cases
 from turbo_quality.metrics import common_prefix, compare, score_tasks
@@ -49,7 +57,7 @@ PARTS = ROOT / "scripts" / "turbo_quality"
 CHILD = PARTS / "child.py"
 PICTURES = PARTS / "pictures.py"
 # Options of an arm, in the order of its flags.
-OPTIONS = ("stored", WINDOW, "skip-windows", ALL_LAYERS)
+OPTIONS = ("stored", WINDOW, NO_MEANS, "skip-windows", ALL_LAYERS)
 CPU_ARMS = ("auto", "auto:48", "turbo4", "k4v3", "turbo3")
 GPU_ARMS = (
     "auto", "auto:512", "fp8", "int4_per_token_head",
@@ -93,6 +101,7 @@ class Arm:
         chunk: Tokens of a prompt that a step prefills.
         stored: Whether turbo_prefill is "stored".
         has_window: Whether turbo_window is "auto", and not 0.
+        lacks_means: Whether turbo_means is "off".
         skips_windows: Whether layers with sliding windows stay in the model's dtype.
         compress_all_layers: Whether vLLM's turboquant presets keep no layer in bf16.
         backend: The attention backend; None for vLLM's choice.
@@ -104,6 +113,7 @@ class Arm:
     chunk: int
     stored: bool
     has_window: bool
+    lacks_means: bool
     skips_windows: bool
     compress_all_layers: bool
     backend: str | None
@@ -119,8 +129,8 @@ class Arm:
                 backend = option
             elif option not in OPTIONS:
                 raise ValueError(f"arm {name!r} has no option {option!r}")
-            elif option == WINDOW and cache_dtype not in TURBO_DTYPES:
-                raise ValueError(f"arm {name!r}: {cache_dtype} has no window")
+            elif option in (WINDOW, NO_MEANS) and cache_dtype not in TURBO_DTYPES:
+                raise ValueError(f"arm {name!r}: {cache_dtype} has no {option}")
         flags = (option in options for option in OPTIONS)
         return cls(name, cache_dtype, chunk, *flags, backend)
 
@@ -164,6 +174,8 @@ def engine_args(arm: Arm, longest: int, args: argparse.Namespace) -> dict[str, A
     attention = dict(options.get("attention_config", {}))
     if arm.stored:
         attention["turbo_prefill"] = "stored"
+    if arm.lacks_means:
+        attention["turbo_means"] = "off"
     if arm.backend:
         attention["backend"] = arm.backend
     if arm.cache_dtype in TURBO_DTYPES:

@@ -408,7 +408,8 @@ SECTIONS = {
         f"scripts/check_model.py {REAL} --text build/texts/manuals.txt "
         "--output OUT/check-smollm2 --kv-cache-dtype auto auto:512 fp8 "
         "int4_per_token_head turboquant_4bit_nc turboquant_4bit_nc:all turbo4 k4v3 "
-        "turbo3 turbo4:no-window k4v3:no-window turbo3:no-window\n"
+        "turbo3 turbo4:no-window k4v3:no-window turbo3:no-window "
+        "turbo4:no-means k4v3:no-means turbo3:no-means\n"
         f"scripts/check_model.py {REAL} --text build/texts/repeated.txt "
         "--output OUT/needles-smollm2 --kv-cache-dtype fp8 turbo4 k4v3 turbo3 "
         "--texts 2 --needles 8",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from env import has_gpu
-from turbo_process.arm import ALL_LAYERS, NO_WINDOW, TURBO_DTYPES
+from turbo_process.arm import ALL_LAYERS, NO_MEANS, NO_WINDOW, TURBO_DTYPES
 from turbo_quality.cases import HELD_OUT
 
 from turbo_check.cases import MIN_CONTEXT, Plan
@@ -46,16 +46,16 @@ def check_arm(name: str) -> None:
     if not option:
         return
     if dtype in TURBO_DTYPES:
-        is_known = option == NO_WINDOW
+        is_known = option in (NO_WINDOW, NO_MEANS)
     elif dtype.startswith("turboquant_"):
         is_known = option == ALL_LAYERS
     else:
         is_known = dtype == REFERENCE and option.isdigit() and int(option) > 0
     if not is_known:
         raise ValueError(
-            f"{name} is no arm: there are turbo4:{NO_WINDOW} (and {NO_WINDOW} of "
-            f"k4v3 and turbo3), turboquant_4bit_nc:{ALL_LAYERS} (and others of vLLM's) "
-            "and auto:512, with any number of tokens"
+            f"{name} is no arm: there are turbo4:{NO_WINDOW} and turbo4:{NO_MEANS} "
+            f"(and those of k4v3 and turbo3), turboquant_4bit_nc:{ALL_LAYERS} (and "
+            "others of vLLM's) and auto:512, with any number of tokens"
         )
 
 
@@ -71,6 +71,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--kv-cache-dtype", nargs="+", default=DTYPES, metavar="DTYPE",
         help="dtypes besides the reference, which is auto; auto again shows noise; "
              "turbo4:no-window quantises the newest tokens like the others; "
+             "turbo4:no-means stores K with its means; "
              "turboquant_4bit_nc:all leaves no layer in bf16; auto:512 prefills in "
              "chunks of 512 "
              f"(default: {' '.join(DTYPES)})")  # fmt: skip

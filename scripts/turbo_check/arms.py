@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turbo_process.arm import ALL_LAYERS, NO_WINDOW
+from turbo_process.arm import ALL_LAYERS, NO_MEANS, NO_WINDOW
 from turbo_quality.cases import HEAD
 from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 
@@ -29,6 +29,7 @@ class Arm:
         cache_dtype: As on vLLM's command line.
         skip_layers: Layers whose cache has the model's dtype.
         has_window: Whether turbo_window is vLLM's default, and not 0.
+        has_means: Whether turbo_means is vLLM's default, and not "off".
         chunk: Tokens that a step prefills.
         compresses_all: Whether vLLM's turboquant presets keep no layer in bf16.
 
@@ -38,6 +39,7 @@ class Arm:
     cache_dtype: str
     skip_layers: tuple[str, ...] = ()
     has_window: bool = True
+    has_means: bool = True
     chunk: int = CHUNK
     compresses_all: bool = False
 
@@ -55,8 +57,8 @@ def arm_of(name: str) -> Arm:
             return Arm(f"{dtype}, again", dtype)
         return Arm(f"{dtype} in chunks of {option}", dtype, chunk=int(option))
     all_layers = option == ALL_LAYERS
-    has_window = option != NO_WINDOW
-    return Arm(name, dtype, has_window=has_window, compresses_all=all_layers)
+    flags = {"has_window": option != NO_WINDOW, "has_means": option != NO_MEANS}
+    return Arm(name, dtype, **flags, compresses_all=all_layers)
 
 
 def arms_of(names: list[str]) -> list[Arm]:
@@ -91,7 +93,9 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
         options |= CPU_ARGS | {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
         options |= ENGINE_ARGS
     options |= args.engine_args
+    attention = dict(options.get("attention_config", {}))
     if not arm.has_window:
-        attention = options.get("attention_config", {})
-        options["attention_config"] = attention | {"turbo_window": 0}
-    return options
+        attention["turbo_window"] = 0
+    if not arm.has_means:
+        attention["turbo_means"] = "off"
+    return options | ({"attention_config": attention} if attention else {})

@@ -16,6 +16,8 @@ JOB, RESULT, LOG = "job.json", "result.json", "log"
 TURBO_DTYPES = ("turbo4", "k4v3", "turbo3")
 # Suffixes of such a dtype, after a colon: turbo_window at "auto", and at 0.
 WINDOW, NO_WINDOW = "window", "no-window"
+# Its suffix that leaves the means of K and latents in.
+NO_MEANS = "no-means"
 # The suffix of a turboquant preset that leaves no layer in bf16.
 ALL_LAYERS = "all"
 

@@ -256,6 +256,7 @@ def test_cases_without_a_chat_template():
     [
         ([str(MODEL), "--kv-cache-dtype", "turbo5"], "turbo5 is no KV cache dtype"),
         ([str(MODEL), "--kv-cache-dtype", "fp8:no-window"], "fp8:no-window is no arm"),
+        ([str(MODEL), "--kv-cache-dtype", "auto:no-means"], "auto:no-means is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "turbo4:long"], "turbo4:long is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "turbo4:all"], "turbo4:all is no arm"),
         ([str(MODEL), "--kv-cache-dtype", "auto:0"], "auto:0 is no arm"),
@@ -330,16 +331,19 @@ def test_options_of_arms(tmp_path: Path):
     jobs: list[dict[str, Any]] = []
     args = build_parser("").parse_args([str(MODEL), "--output", str(tmp_path / "x")])
     complete(args)
-    names = ["auto", "auto:512", "turboquant_4bit_nc", "turboquant_4bit_nc:all"]
+    names = ["auto", "auto:512", "turboquant_4bit_nc", "turboquant_4bit_nc:all",
+        "turbo4", "turbo4:no-window", "turbo4:no-means"]  # fmt: skip
     arms = check_model.arms_of(names)
     assert [arm.name for arm in arms] == ["auto", "auto, again",
         "auto in chunks of 512", *names[2:]]  # fmt: skip
     for arm in arms:
         Asked().run_arm(arm)
     chunks = [job["engine_args"]["max_num_batched_tokens"] for job in jobs]
-    assert chunks == [2048, 2048, 512, 2048, 2048]
-    assert [job["compress_all_layers"] for job in jobs] == [False] * 4 + [True]
-    assert [job["reference"] is None for job in jobs] == [True] + [False] * 4
+    assert chunks == [2048, 2048, 512] + [2048] * 5
+    assert [job["compress_all_layers"] for job in jobs] == [i == 4 for i in range(8)]
+    assert [job["reference"] is None for job in jobs] == [i == 0 for i in range(8)]
+    attention = [job["engine_args"].get("attention_config", {}) for job in jobs]
+    assert attention == [{}] * 6 + [{"turbo_window": 0}, {"turbo_means": "off"}]
 
 
 @pytest.mark.parametrize(("error", "status"), [({}, 0), ({"error": "no"}, 1)])

@@ -231,8 +231,9 @@ def test_arms_are_named_on_the_command_line():
     assert arm.skips_windows and not arm.has_window
     with pytest.raises(ValueError, match="'most'"):
         quality.Arm.parse("turboquant_4bit_nc:most", 64)
-    with pytest.raises(ValueError, match="no window"):
-        quality.Arm.parse("fp8:window", 64)
+    for option in ("window", "no-means"):
+        with pytest.raises(ValueError, match=f"fp8 has no {option}"):
+            quality.Arm.parse(f"fp8:{option}", 64)
 
 
 def test_ratio_of_texts_that_vary_alike_is_exact():
