@@ -20,7 +20,6 @@ INSTRUCTIONS = {
     "cp.async.wait_group %0;": "wait_group",
     "griddepcontrol.launch_dependents;": "launch_dependents",
     "griddepcontrol.wait;": "wait",
-    "prefetch.global.L2 [%0];": "nothing",
     "bar.sync %0, %1;": "bar_sync",
     "lop3.b32 %0, %1, %2, %3, 0xEA;": "and_or",
     "lop3.b32 %0, %1, %2, %3, 0xCA;": "select",

@@ -32,106 +32,54 @@ __device__ __forceinline__ int next_offset_tile(const AttentionParams& p,
   return segment + 2 < p.num_offsets ? (segment + 1) * kOffsetTiles : INT_MAX;
 }
 
-// The place of a query behind p.original_query, in vectors of kVector numbers.
-//
-// token: among the tokens of all sequences.
-// head: among all query heads.
-__device__ __forceinline__ int place_of_query(const AttentionParams& p,
-                                              int token, int head) {
-  const Strides& strides = p.original_strides;
-  return int((token * strides.token + head * strides.head) / kVector);
-}
+// The parts of a column's scores that cached keys lack.
+struct OffsetScores {
+  float score;       // with an offset
+  float first_gain;  // with the first token's offset, less that
+};
 
-// Add kCount rows' numbers over 2 * kMask lanes. A lane ends with one row's
-// sum, in sums[0]. Lanes of the same row are neighbours, and rows are in order.
-template <int kMask, int kCount, int kSize>
-__device__ __forceinline__ void add_over_lanes(float (&sums)[kSize], int lane) {
-  if constexpr (kMask > 0) {
-    if constexpr (kCount == 1) {
-      sums[0] += __shfl_xor_sync(~0u, sums[0], kMask);
-    } else {
-      // A lane keeps half of the rows.
-      const bool is_upper = (lane & kMask) != 0;
-#pragma unroll
-      for (int k = 0; k < kCount / 2; ++k) {
-        const float low = sums[k], high = sums[k + kCount / 2];
-        const float other = __shfl_xor_sync(~0u, is_upper ? low : high, kMask);
-        sums[k] = (is_upper ? high : low) + other;
-      }
-    }
-    add_over_lanes<kMask / 2, (kCount > 1 ? kCount / 2 : 1)>(sums, lane);
-  }
-}
-
-// Products of eight rows' queries with m. Lanes 4 * i to 4 * i + 3 have row i.
+// The four neighbouring lanes of a column all get its scores. All lanes of a
+// warp call this function, but rarely: inlined it would take registers from the
+// loops over tiles.
 //
-// A lane multiplies neighbouring coordinates of all rows. So it needs few
-// registers, and the rows' loads do not wait for each other. Inlined it would
-// take registers from the loop over steps. Parameters come in registers,
-// because the kernel's would be loaded one after another.
-//
-// place: of the row's query behind `queries`, in vectors of kVector numbers.
-template <typename T>
-__device__ __noinline__ float multiply_rows(const T* queries, int place,
-                                            const float* m, int lane) {
-  constexpr int kParts = HEAD_SIZE / kVector;
-  constexpr int kRowLanes = kParts < 32 ? kParts : 32;
-  constexpr int kSide = 32 / kRowLanes;  // rows side by side in a warp
-  constexpr int kTurns = 8 / kSide;
-  float sums[kTurns] = {};
-#pragma unroll
-  for (int part = 0; part < kParts; part += kRowLanes) {
-    const int own = part + lane % kRowLanes;
-    uint2 bits[kTurns];
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int row = turn * kSide + lane / kRowLanes;
-      const int vector = __shfl_sync(~0u, place, 4 * row) + own;
-      bits[turn] = reinterpret_cast<const uint2*>(queries)[vector];
-    }
-    const float4 y = __ldg(reinterpret_cast<const float4*>(m) + own);
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const float4 x = load_vector(reinterpret_cast<const T*>(&bits[turn]));
-      sums[turn] += x.x * y.x + x.y * y.y + (x.z * y.z + x.w * y.w);
+// row: the column's index among the sequence's queries; -1 for a column without
+//   a query.
+__device__ __noinline__ OffsetScores offset_scores(const AttentionParams& p,
+                                                   int seq, int kv_head,
+                                                   int offset, int row,
+                                                   int lane) {
+  constexpr int kColumnLanes = 4, kStep = kColumnLanes * kVector;
+  constexpr int kInFlight = 8;
+  const int num_heads = p.num_kv_heads * p.heads_per_kv;
+  const int place = max(row, 0) / num_heads;
+  const int first = lane % kColumnLanes * kVector;
+  const auto* query =
+      static_cast<const uint16_t*>(p.original_query) +
+      (p.first_token(seq) + place) * p.original_strides.token +
+      (max(row, 0) - place * num_heads) * p.original_strides.head + first;
+  const float* m_first = p.key_offset + kv_head * HEAD_SIZE + first;
+  const float* m = m_first + int64_t(offset) * p.num_kv_heads * HEAD_SIZE;
+  float score = 0.0f, gain = 0.0f;
+  if (row >= 0) {
+#pragma unroll kInFlight
+    for (int i = 0; i < HEAD_SIZE; i += kStep) {
+      const float4 x =
+          p.is_bf16
+              ? load_vector(reinterpret_cast<const __nv_bfloat16*>(query + i))
+              : load_vector(reinterpret_cast<const __half*>(query + i));
+      const float4 y = __ldg(reinterpret_cast<const float4*>(m + i));
+      const float4 z = __ldg(reinterpret_cast<const float4*>(m_first + i));
+      score += x.x * y.x + x.y * y.y + (x.z * y.z + x.w * y.w);
+      gain += x.x * (z.x - y.x) + x.y * (z.y - y.y) +
+              (x.z * (z.z - y.z) + x.w * (z.w - y.w));
     }
   }
-  add_over_lanes<kRowLanes / 2, kTurns>(sums, lane);
-  const int turn = lane / 4 / kSide, side = lane / 4 % kSide;
-  return __shfl_sync(~0u, sums[0],
-                     side * kRowLanes + turn * (kRowLanes / kTurns));
-}
-
-// The part of eight queries' scores that cached keys lack where a row of
-// offsets was taken off. Lanes 4 * i to 4 * i + 3 have query i.
-//
-// place: see place_of_query; negative for none.
-__device__ __forceinline__ float offset_score(const AttentionParams& p,
-                                              int kv_head, int offset,
-                                              int place, int lane) {
-  const float* m =
-      p.key_offset + (int64_t(offset) * p.num_kv_heads + kv_head) * HEAD_SIZE;
-  const auto multiply = [&](const auto* queries) {
-    return multiply_rows(queries, max(place, 0), m, lane);
-  };
-  const float score =
-      p.is_bf16 ? multiply(static_cast<const __nv_bfloat16*>(p.original_query))
-                : multiply(static_cast<const __half*>(p.original_query));
-  return place < 0 ? 0.0f : p.offset_factor * score;
-}
-
-// Begin to bring a row of offsets to the L2 cache, which other layers' pages
-// have displaced.
-__device__ __forceinline__ void prefetch_offset(const AttentionParams& p,
-                                                int kv_head, int offset,
-                                                int lane) {
-  constexpr int kLine = 128 / sizeof(float);
-  const int place = kLine * lane;
-  if (offset < p.num_offsets && place < HEAD_SIZE) {
-    const float* m =
-        p.key_offset + (int64_t(offset) * p.num_kv_heads + kv_head) * HEAD_SIZE;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(m + place));
+#pragma unroll
+  for (int mask = 1; mask < kColumnLanes; mask *= 2) {
+    score += __shfl_xor_sync(~0u, score, mask);
+    gain += __shfl_xor_sync(~0u, gain, mask);
   }
+  return {p.offset_factor * score, p.offset_factor * gain};
 }
 
 }  // namespace turbo

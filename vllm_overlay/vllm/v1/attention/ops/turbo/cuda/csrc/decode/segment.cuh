@@ -47,8 +47,6 @@ struct alignas(128) DecodeShared {
   int rows[kWarps][kTotalColumns];
   TokenLimits limits[kWarps][kTotalColumns];  // tokens that columns see
   KeyScales<kPaired<kQueries>> key_scales[kWarps];
-  // See place_of_query; -1 for none.
-  int places[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   // q.m, which is missing in the scores behind the references: see offset.cuh.
   float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   FirstToken first_tokens[KEY_OFFSET ? kWarps : 1][kTotalColumns];
@@ -73,11 +71,6 @@ __device__ __forceinline__ void note_columns(
     shared.limits[warp][lane] = {p.first_seen(segment.seq, token) - end,
                                  min(segment.num_tokens - hidden - end, 0)};
     if constexpr (KEY_OFFSET != 0) {
-      const int head = row - token * p.num_kv_heads * p.heads_per_kv;
-      shared.places[warp][lane] =
-          token < query_len
-              ? place_of_query(p, p.first_token(segment.seq) + token, head)
-              : -1;
       shared.missing[warp][lane] = 0.0f;
       shared.first_tokens[warp][lane].place = -end;
     }
@@ -94,28 +87,26 @@ __device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
 }
 
 // Adapt a warp's references to tiles with another offset of K.
-//
-// has_first: whether the sequence's first token is in the first of the tiles.
 template <int kQueries, int kWarps>
 __device__ __forceinline__ void change_offset(
     DecodeShared<kQueries, kWarps>& shared,
     DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const AttentionParams& p,
-    const Segment& segment, int offset, bool has_first, int lane) {
+    const Segment& segment, int offset, int lane) {
   const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < kColumnTiles<kQueries>; ++m) {
     const int first = kColumns * m;
     const int column = first + lane / 4;
-    const int place = shared.places[warp][column];
-    const float score = offset_score(p, segment.kv_head, offset, place, lane);
-    if (has_first) {
-      shared.first_tokens[warp][column].gain =
-          offset_score(p, segment.kv_head, 0, place, lane) - score;
-    }
+    const OffsetScores scores =
+        offset_scores(p, segment.seq, segment.kv_head, offset,
+                      shared.rows[warp][column], lane);
     auto* missing = reinterpret_cast<float2*>(shared.missing[warp] + first);
     const float2 before = missing[lane % 4];
     __syncwarp();
-    if (lane % 4 == 0) shared.missing[warp][column] = score;
+    if (lane % 4 == 0) {
+      shared.missing[warp][column] = scores.score;
+      shared.first_tokens[warp][column].gain = scores.first_gain;
+    }
     __syncwarp();
     const float2 after = missing[lane % 4];
     shift(acc[m], {before.x - after.x, before.y - after.y});
@@ -342,7 +333,7 @@ __device__ __forceinline__ void attend_segment(
 
   const KeyCodes codes(lane);
   uint32_t offset = 0;
-  int same_steps = 0;  // the next ones with the same offset of K
+  int changing_tile = 0;  // the next one that changes the offset of K
   int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
                    copies.first * TILE_TOKENS;
 #pragma unroll 1
@@ -350,17 +341,14 @@ __device__ __forceinline__ void attend_segment(
     copies.load_addresses(first + 1);
     num_steps = min(TileCopies::kSteps, copies.count - first);
     if constexpr (KEY_OFFSET != 0) {
-      if (same_steps == 0) {
-        const int tile = copies.first + first * copies.stride;
-        const int own = offset_of_tile(p, tile);
-        change_offset(shared, acc, p, segment, own, tile == 0, lane);
-        prefetch_offset(p, segment.kv_head, own + 1, lane);
+      const int tile = copies.first + first * copies.stride;
+      if (tile >= changing_tile) {
+        change_offset(shared, acc, p, segment, offset_of_tile(p, tile), lane);
+        changing_tile = next_offset_tile(p, tile);
         if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
-        const int tiles_left = next_offset_tile(p, tile) - 1 - tile;
-        same_steps = tiles_left / copies.stride + 1;
       }
-      num_steps = min(num_steps, same_steps);
-      same_steps -= num_steps;
+      const int last_step = (changing_tile - 1 - tile) / copies.stride;
+      num_steps = min(num_steps, last_step + 1);
     }
 #pragma unroll 1
     for (int i = 0; i < num_steps; ++i) {

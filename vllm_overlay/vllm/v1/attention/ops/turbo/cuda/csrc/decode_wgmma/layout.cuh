@@ -71,9 +71,7 @@ struct ColumnsShared {
   int limits[kColumns];
   // q.m, which is missing in the scores behind the references: see offset.cuh.
   float missing[KEY_OFFSET ? kSets : 1][kColumns];
-  // The part that the score of a first token lacks beside that.
-  float first_gains[KEY_OFFSET ? kSets : 1][kColumns];
-  int places[KEY_OFFSET ? kColumns : 1];  // see place_of_query; -1 for none
+  float first_gains[KEY_OFFSET ? kSets : 1][kColumns];  // see OffsetScores
   uint64_t copied[kSets][Plan::kStages];
 };
 

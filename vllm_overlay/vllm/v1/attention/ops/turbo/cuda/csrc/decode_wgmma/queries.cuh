@@ -23,12 +23,6 @@ __device__ __noinline__ void load_queries(ColumnsShared<Plan>& shared,
     const bool inside = token < query_len;
     const int row = p.query_of(token, segment.kv_head, column);
     shared.rows[i] = inside ? row : -1;
-    if constexpr (KEY_OFFSET != 0) {
-      const int head = row - token * p.num_kv_heads * p.heads_per_kv;
-      shared.places[i] =
-          inside ? place_of_query(p, p.first_token(segment.seq) + token, head)
-                 : -1;
-    }
     shared.firsts[i] = inside ? p.first_seen(segment.seq, token) : 0;
     const int hidden = inside && !p.with_raw ? query_len - 1 - token : 0;
     shared.limits[i] = segment.num_tokens - hidden;

@@ -37,21 +37,18 @@ __device__ __forceinline__ int change_offset(ColumnsShared<Plan>& shared,
   for (int n = own.warp; n < Plan::kBlocks; n += 4) {
     const int column = 8 * n + lane / 4;
     // The query of a token that the sequence does not have may be NaN.
-    const int place = shared.limits[column] > 0 ? shared.places[column] : -1;
-    const float score = offset_score(p, segment.kv_head, offset, place, lane);
-    float gain = 0.0f;
-    if (tile == 0)
-      gain = offset_score(p, segment.kv_head, 0, place, lane) - score;
+    const int row = shared.limits[column] > 0 ? shared.rows[column] : -1;
+    const OffsetScores scores =
+        offset_scores(p, segment.seq, segment.kv_head, offset, row, lane);
     if (lane % 4 == 0) {
       float& reference = reinterpret_cast<float*>(
           &shared.scaling[own.set][column / 2])[2 + column % 2];
       float& missing = shared.missing[own.set][column];
-      if (reference != kNoReference) reference += missing - score;
-      missing = score;
-      if (tile == 0) shared.first_gains[own.set][column] = gain;
+      if (reference != kNoReference) reference += missing - scores.score;
+      missing = scores.score;
+      shared.first_gains[own.set][column] = scores.first_gain;
     }
   }
-  prefetch_offset(p, segment.kv_head, offset + 1, lane);
   own.sync_set();
   return min((next_offset_tile(p, tile) - segment.first_tile) / kStepTiles,
              segment.last_step);

@@ -46,15 +46,89 @@ struct OffsetSteps {
   }
 };
 
-// The place of a row's query, for offset_score.
-__device__ __forceinline__ int original_place(const AttentionParams& p,
+// Add kCount rows' numbers over 2 * kMask lanes. A lane ends with one row's
+// sum, in sums[0]. Lanes of the same row are neighbours, and rows are in order.
+template <int kMask, int kCount, int kSize>
+__device__ __forceinline__ void add_over_lanes(float (&sums)[kSize], int lane) {
+  if constexpr (kMask > 0) {
+    if constexpr (kCount == 1) {
+      sums[0] += __shfl_xor_sync(~0u, sums[0], kMask);
+    } else {
+      // A lane keeps half of the rows.
+      const bool is_upper = (lane & kMask) != 0;
+#pragma unroll
+      for (int k = 0; k < kCount / 2; ++k) {
+        const float low = sums[k], high = sums[k + kCount / 2];
+        const float other = __shfl_xor_sync(~0u, is_upper ? low : high, kMask);
+        sums[k] = (is_upper ? high : low) + other;
+      }
+    }
+    add_over_lanes<kMask / 2, (kCount > 1 ? kCount / 2 : 1)>(sums, lane);
+  }
+}
+
+// Products of eight rows' queries with m. Lanes 4 * i to 4 * i + 3 have row i.
+//
+// A lane multiplies neighbouring coordinates of all rows. So it needs few
+// registers, and the rows' loads do not wait for each other. Inlined it would
+// take registers from the loop over steps. Parameters come in registers,
+// because the kernel's would be loaded one after another.
+//
+// place: of the row's query behind `queries`, in vectors of kVector numbers.
+template <typename T>
+__device__ __noinline__ float multiply_rows(const T* queries, int place,
+                                            const float* m, int lane) {
+  constexpr int kParts = HEAD_SIZE / kVector;
+  constexpr int kRowLanes = kParts < 32 ? kParts : 32;
+  constexpr int kSide = 32 / kRowLanes;  // rows side by side in a warp
+  constexpr int kTurns = 8 / kSide;
+  float sums[kTurns] = {};
+#pragma unroll
+  for (int part = 0; part < kParts; part += kRowLanes) {
+    const int own = part + lane % kRowLanes;
+    uint2 bits[kTurns];
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int row = turn * kSide + lane / kRowLanes;
+      const int vector = __shfl_sync(~0u, place, 4 * row) + own;
+      bits[turn] = reinterpret_cast<const uint2*>(queries)[vector];
+    }
+    const float4 y = __ldg(reinterpret_cast<const float4*>(m) + own);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const float4 x = load_vector(reinterpret_cast<const T*>(&bits[turn]));
+      sums[turn] += x.x * y.x + x.y * y.y + (x.z * y.z + x.w * y.w);
+    }
+  }
+  add_over_lanes<kRowLanes / 2, kTurns>(sums, lane);
+  const int turn = lane / 4 / kSide, side = lane / 4 % kSide;
+  return __shfl_sync(~0u, sums[0],
+                     side * kRowLanes + turn * (kRowLanes / kTurns));
+}
+
+// The part of eight rows' scores that cached keys lack where a row of offsets
+// was taken off. Lanes 4 * i to 4 * i + 3 have row i.
+//
+// query: the row's, in the sequence; -1 for a row without.
+__device__ __forceinline__ float offset_score(const AttentionParams& p,
                                               const Segment& segment,
-                                              const RowNote& note,
-                                              int query_len, int known_len) {
-  if (!note.exists(query_len, known_len)) return -1;
+                                              int offset, int query, int lane) {
   const int num_heads = p.num_kv_heads * p.heads_per_kv;
-  return place_of_query(p, p.first_token(segment.seq) + note.token,
-                        note.query - note.token * num_heads);
+  const int any_query = max(query, 0), token = any_query / num_heads;
+  const Strides& strides = p.original_strides;
+  const int64_t place =
+      token * strides.token + (any_query - token * num_heads) * strides.head;
+  const int64_t first = p.first_token(segment.seq) * strides.token;
+  const float* m =
+      p.key_offset +
+      (int64_t(offset) * p.num_kv_heads + segment.kv_head) * HEAD_SIZE;
+  const auto multiply = [&](const auto* queries) {
+    return multiply_rows(queries + first, int(place / kVector), m, lane);
+  };
+  const float score =
+      p.is_bf16 ? multiply(static_cast<const __nv_bfloat16*>(p.original_query))
+                : multiply(static_cast<const __half*>(p.original_query));
+  return query < 0 ? 0.0f : p.offset_factor * score;
 }
 
 // Write what the scores of a block's rows lack from a step on. All of kWarps
@@ -78,14 +152,12 @@ __device__ __forceinline__ void write_offset_scores(
     if (first < num_rows) {
       const RowNote note(p, segment, segment.first_column + own, query_len,
                          known_len);
-      const int place = original_place(p, segment, note, query_len, known_len);
-      score = offset_score(p, segment.kv_head, offset, place, lane);
-      if (has_first)
-        gain = offset_score(p, segment.kv_head, 0, place, lane) - score;
+      const int query = note.exists(query_len, known_len) ? note.query : -1;
+      score = offset_score(p, segment, offset, query, lane);
+      if (has_first) gain = offset_score(p, segment, 0, query, lane) - score;
     }
     if (lane % 4 == 0) notes.scores[own] = score, notes.gains[own] = gain;
   }
-  prefetch_offset(p, segment.kv_head, offset + 1, lane);
   arrive_warp(notes.full, lane);
   steps.parity ^= 1;
 }
@@ -104,24 +176,20 @@ read_offset_scores(const OffsetNotes<kRows>& notes, int row) {
 }
 
 // The same without notes, for a block whose shared memory has no room for them.
-//
-// has_first: whether the step begins with the sequence's first token.
 __device__ __forceinline__ LaneOffsets
 find_offset_scores(const AttentionParams& p, const Segment& segment, int offset,
-                   bool has_first, int row, int lane) {
+                   int row, int lane) {
   const int query_len = p.num_query_tokens(segment.seq);
   const int known_len = p.known_lens[segment.seq];
-  LaneOffsets found = {};
+  LaneOffsets found;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowNote note(p, segment, segment.first_column + row + 8 * r,
                        query_len, known_len);
-    const int place = original_place(p, segment, note, query_len, known_len);
-    const float score = offset_score(p, segment.kv_head, offset, place, lane);
-    if (has_first) {
-      found.gains[r] = offset_score(p, segment.kv_head, 0, place, lane) - score;
-    }
-    found.scores[r] = score;
+    const int query = note.exists(query_len, known_len) ? note.query : -1;
+    const OffsetScores scores =
+        offset_scores(p, segment.seq, segment.kv_head, offset, query, lane);
+    found.scores[r] = scores.score, found.gains[r] = scores.first_gain;
   }
   return found;
 }

@@ -174,7 +174,7 @@ __device__ __forceinline__ void consume_segment(
             found = read_offset_scores(shared.offsets, first);
           } else {
             found = find_offset_scores(p, segment, offset_of_tile(p, tile),
-                                       has_first, first, lane);
+                                       first, lane);
           }
           change_offset(gains, acc, found, has_first, lane);
           if constexpr (Plan::kNotesOffsets) {
