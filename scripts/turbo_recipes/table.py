@@ -78,7 +78,7 @@ CAUSES = {
     "cross": "encoder or cross attention",
     "non-causal": "non-causal attention",
     "KV sharing": "KV sharing between layers",
-    "read by TURBO alone": "R-SWA",
+    "R-SWA": "R-SWA",
     "partial multimodal": "image tokens that see each other",
 }
 # Keys of a refused model's verdict beside its message.

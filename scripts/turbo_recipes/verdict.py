@@ -35,11 +35,6 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 # Forms of the messages of vLLM and its models; the group is the reason.
 MESSAGES = (
-    # The platform asked several backends; the reason is TURBO's or TURBO_MLA's.
-    r"No valid attention backend found.*TURBO(?:_MLA)?: "
-    r"\[(.*?)(?:, use --kv-cache-dtype [^\]]*)?\].*",
-    r"Selected backend \S+ is not valid for this configuration\. "
-    r"Reason: \[[\"'](.*?)[\"'](?:, .*)?\]",
     r"--kv-cache-dtype \S+ does not support this: (.*?)\."
     r"(?: Use --kv-cache-dtype .*)?",
     r"[\w.]+: (attention backend \S+ does not support --kv-cache-dtype \S+)\. .*",

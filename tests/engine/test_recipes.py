@@ -79,30 +79,14 @@ def test_layers_of_other_bytes_are_found(cache: str, skips_windows: bool):
 
 ERRORS: dict[str, tuple[Exception, str, str | None]] = {
     "layer": (
-        ValueError(refusals.refusal("turbo4", [reasons.ALIBI, reasons.XPU])),
+        ValueError(refusals.refusal("turbo4", [reasons.ALIBI, reasons.SPARSE])),
         "refused",
-        "ALiBi; XPU (supported: CUDA)",
+        "ALiBi; sparse attention",
     ),
     "flag": (
         ValueError(refusals.refusal("turbo4", [reasons.BATCH_INVARIANCE])),
         "refused",
         "batch invariance (unset VLLM_BATCH_INVARIANT)",
-    ),
-    "selection": (
-        ValueError(
-            "No valid attention backend found for a GPU with x. Reasons: {FLASH_ATTN: "
-            "[no], TURBO: [block_size 8 (supported: multiples of 16)]}."
-        ),
-        "refused",
-        "block_size 8 (supported: multiples of 16)",
-    ),
-    "selection, by dtype": (
-        ValueError(
-            "No valid attention backend found for a GPU with x. Reasons: {TURBO_MLA: "
-            "[sparse attention, use --kv-cache-dtype fp8 or auto instead of turbo4]}."
-        ),
-        "refused",
-        "sparse attention",
     ),
     "backend of a model": (
         ValueError(

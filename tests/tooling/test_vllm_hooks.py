@@ -89,3 +89,43 @@ def test_hooks(checkout: Path, path: str, text: str, reason: str) -> None:
     for hook in ("unknown", "mypy", "script"):
         assert hook not in done.stdout
     assert trees.git(checkout, "status", "--porcelain") == ""
+
+
+FORMAT = "from vllm.v1.attention.ops.turbo.format import TILE_TOKENS"
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "name"),
+    [
+        ("vllm/envs.py", FORMAT, "ops.turbo.format.TILE_TOKENS"),
+        ("vllm/envs.py", "from vllm.v1.attention.ops import turbo", "ops.turbo"),
+        (
+            "vllm/envs.py",
+            "from vllm.v1.attention.backends import turbo_attn",
+            "backends.turbo_attn",
+        ),
+        (
+            "vllm/v1/attention/backends/registry.py",
+            "from .mla.turbo_mla import TurboMLABackend",
+            "mla.turbo_mla",
+        ),
+        ("vllm/envs.py", "from vllm.v1.attention.backends import turboquant_attn", ""),
+        ("vllm/v1/attention/ops/turbo/choose.py", FORMAT, ""),
+        ("vllm/v1/attention/backends/mla/turbo_mla.py", FORMAT, ""),
+        ("tests/kernels/turbo/utils.py", FORMAT, ""),
+    ],
+)
+def test_core_is_free_of_the_feature(
+    checkout: Path, path: str, line: str, name: str
+) -> None:
+    """No module of vLLM's core imports turbo's, within a function either."""
+    used = line.split()[-1]
+    text = f"def use():\n    {line}\n\n    return {used}\n"
+    trees.write_tree(checkout, {path: text})
+    trees.git(checkout, "add", "-A")
+    trees.git(checkout, "commit", "-q", "-m", "ours")
+    done = trees.run(sys.executable, SCRIPT, checkout)
+    assert done.returncode == bool(name), done.stdout + done.stderr
+    assert ("core is free of the feature" in done.stdout) == bool(name)
+    if name:
+        assert f"{path} imports " in done.stdout and name in done.stdout

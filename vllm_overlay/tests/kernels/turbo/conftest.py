@@ -18,7 +18,11 @@ import pytest
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-TURBO_MODULES = ("vllm.v1.attention.ops.turbo", "vllm.v1.attention.backends.turbo")
+TURBO_MODULES = (
+    "vllm.v1.attention.ops.turbo",
+    "vllm.v1.attention.backends.turbo",
+    "vllm.v1.attention.backends.cache_dtype",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,13 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Cases that are refused, each with a pattern of its message."""
 
-import importlib
-import sys
 from collections.abc import Callable
 from copy import copy
 from fractions import Fraction
 from functools import cache, partial
-from types import ModuleType
 
 import pytest
 import regex as re
@@ -20,19 +17,14 @@ from vllm.config import (
     ParallelConfig,
     SpeculativeConfig,
     VllmConfig,
-    set_current_vllm_config,
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.attention.backends.cache_dtype import select_own_backend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.turbo_attn import (
-    TurboMetadataBuilder,
-    get_turbo_backend_path,
-)
+from vllm.v1.attention.backends.turbo_attn import TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo.reasons import REASONS, Reason
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import (
@@ -59,43 +51,9 @@ def selector_config(name: str = "turbo4", **changes) -> AttentionSelectorConfig:
 def select(
     backend: AttentionBackendEnum | None = None, name: str = "turbo4", **changes
 ) -> str:
-    """Select a backend as platforms without a list of backends do."""
-    capability = current_platform.get_device_capability()
-    return get_turbo_backend_path(backend, selector_config(name, **changes), capability)
-
-
-@cache
-def cuda_module() -> ModuleType:
-    """``vllm.platforms.cuda``, without its operators, which need a driver."""
-    operators = "vllm._C_stable_libtorch"
-    with pytest.MonkeyPatch.context() as patch:
-        if not current_platform.is_cuda():
-            patch.setitem(sys.modules, operators, ModuleType(operators))
-        return importlib.import_module("vllm.platforms.cuda")
-
-
-def cuda_platform(capability: DeviceCapability):
-    """The platform of a GPU that this machine need not have."""
-
-    class Device(cuda_module().CudaPlatformBase):
-        device_name = "a GPU"
-
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return capability
-
-    return Device
-
-
-def select_on_cuda(
-    backend: AttentionBackendEnum | None = None, name: str = "turbo4", **changes
-) -> str:
-    config = selector_config(name, **changes)
-    # Some backends read the engine's configuration.
-    with set_current_vllm_config(VllmConfig()):
-        return cuda_platform(DeviceCapability(9, 0)).get_attn_backend_cls(
-            backend, config, 32
-        )
+    """The path of the backend that a dtype selects."""
+    found = select_own_backend(backend, selector_config(name, **changes))
+    return ".".join(found.full_cls_name())
 
 
 KINDS = {

@@ -33,9 +33,6 @@ CASES: dict[Reason, str] = {
     reasons.MM_PREFIX_OF_ADAPTIVE_VERIFICATION: (
         "image tokens that see each other, beside a drafter with adaptive verification"
     ),
-    reasons.MLA_BY_TURBO: (
-        "`--attention-backend TURBO` for a model with MLA, which `TURBO_MLA` serves"
-    ),
     reasons.SPARSE: "sparse attention",
     reasons.COMPUTE_CAPABILITY: "NVIDIA GPUs before Ampere",
     reasons.ATTENTION_TYPE: "encoders and cross attention",
@@ -67,13 +64,7 @@ CASES: dict[Reason, str] = {
         "DCP beside a drafter with adaptive verification"
     ),
     reasons.DCP_OF_HEAD_SIZE: "DCP of other head sizes",
-    reasons.ROCM: "AMD GPUs",
-    reasons.XPU: "Intel GPUs",
-    reasons.BACKEND: (
-        "on a CPU, `--attention-backend`, or a backend that the model's configuration "
-        "chooses"
-    ),
-    reasons.OTHER_BACKEND: "the same on an NVIDIA GPU",
+    reasons.PLATFORM: "AMD and Intel GPUs, and other accelerators",
     reasons.ALIBI: "ALiBi",
     reasons.SOFT_CAP_OF_LARGE_HEADS: "capped attention logits with heads of 512",
     reasons.KV_SHARING_FAST_PREFILL: (
@@ -117,9 +108,6 @@ CASES: dict[Reason, str] = {
     reasons.FOREIGN_TOKENS: (
         "a caller that stores tokens other than the step's in a model with a bias of "
         "K, such as a drafter that stores its context"
-    ),
-    reasons.NO_MLA_BY_TURBO_MLA: (
-        "`--attention-backend TURBO_MLA` for a model without MLA"
     ),
     reasons.ONE_VECTOR: "`k4v3`, which gives K and V different widths",
     reasons.LATENT_SIZE: "latents of other sizes",
@@ -185,11 +173,13 @@ TEXT = """\
 
 The engine does not start with a [turbo KV cache](turbo.md) that it cannot serve. The
 error says `--kv-cache-dtype turbo4 does not support this:` with one or more of the
-messages below. On an NVIDIA GPU it may say `No valid attention backend found` instead,
-with the messages behind `TURBO:` or `TURBO_MLA:`.
+messages below. A message says in brackets the values that are supported and the flag
+that helps. Where it names no flag, use `--kv-cache-dtype fp8` or `auto`. `<...>` stands
+for a value.
 
-A message says in brackets the values that are supported and the flag that helps. Where
-it names no flag, use `--kv-cache-dtype fp8` or `auto`. `<...>` stands for a value.
+The dtype selects its backend. Another one, of `--attention-backend` or of the model's
+configuration, is refused with `attention backend <name> (supported: TURBO; drop
+--attention-backend, or pass TURBO if the model chose another)`.
 
 ## Refused
 

@@ -11,11 +11,17 @@ from vllm.config import AttentionConfig, CacheConfig, VllmConfig
 from vllm.config.utils import get_attr_docs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
+from vllm.v1.attention.backends import cache_dtype
 from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.serving import settings
 
 from ..backend_utils import make_layer, make_vllm_config
-from .refusal_cases import parallel_config, reasons_of, serve_parser
+from .refusal_cases import (
+    parallel_config,
+    reasons_of,
+    serve_parser,
+    speculative_config,
+)
 
 platforms = pytest.mark.parametrize("platform", [Platform, current_platform])
 NUM_LAYERS, WITH_CACHE = 4, 3
@@ -126,12 +132,13 @@ def test_options_of_other_dtypes(folder, platform, log, option):
 def test_all_options_are_known(folder):
     config = make_vllm_config(folder, "auto")
     names = {name for name in vars(config.attention_config) if "turbo_" in name}
-    assert names == set(settings.OPTIONS) == set(OPTIONS)
+    assert names == set(cache_dtype.OPTIONS) == set(OPTIONS)
 
 
 def test_options_that_have_an_effect(folder, log):
     """Options have an effect if one layer, here a drafter's, has a turbo dtype."""
-    config = make_config(folder, name="auto")
+    config = speculative_config(make_config(folder, name="auto"), "draft_model")
+    config.speculative_config.kv_cache_dtype = "turbo4"
     config.attention_config.turbo_prefill = "stored"
     drafter = make_config(folder)
     layer = make_layer(drafter, prefix="draft.9.attn")

@@ -2,27 +2,30 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Places outside the backend where vLLM must know the turbo cache dtypes."""
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-import vllm
-import vllm.platforms
-from vllm.config import AttentionConfig, CacheConfig
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.config.cache import CacheDType
-from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.attention.backends import turbo_attn
+from vllm.v1.attention.backends.cache_dtype import (
+    CacheDTypeBackend,
+    engine_backend,
+    select_own_backend,
+)
 from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.turbo_attn import TurboAttentionBackend
@@ -33,7 +36,7 @@ from vllm.v1.attention.ops.turbo.format import (
     TurboFormat,
     is_turbo_cache_dtype,
 )
-from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.attention.selector import _cached_get_attn_backend, get_attn_backend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
@@ -43,13 +46,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..backend_utils import make_vllm_config
-from ..utils import CACHE_LAYOUTS, all_head_sizes, all_presets, cache_spec, function_of
-from .refusal_cases import (
-    cuda_module,
-    cuda_platform,
-    select_on_cuda,
-    selector_config,
-)
+from ..utils import BF16, CACHE_LAYOUTS, all_head_sizes, all_presets, cache_spec
+from .refusal_cases import select, selector_config
 
 BACKEND_PATH = "vllm.v1.attention.backends.turbo_attn.TurboAttentionBackend"
 OTHER_DTYPES = sorted(set(get_args(CacheDType)) - set(TURBO_PRESETS))
@@ -194,119 +192,27 @@ def test_scales_of_fp8_checkpoints_are_dropped(name):
 
 @all_presets
 @pytest.mark.parametrize("selected", [None, AttentionBackendEnum.TURBO])
-def test_this_platform_selects_the_backend(name, selected):
-    path = current_platform.get_attn_backend_cls(selected, selector_config(name), 32)
-    assert path == BACKEND_PATH
+def test_no_platform_is_asked(name, selected, folder, monkeypatch):
+    """The dtype selects the backend, and for other dtypes the platform does."""
+
+    def list_backends(*args: object, **arguments: object) -> str:
+        raise NotImplementedError("the platform was asked")
+
+    monkeypatch.setattr(current_platform, "get_attn_backend_cls", list_backends)
+    config = make_vllm_config(folder, name)
+    config.attention_config.backend = selected
+    with set_current_vllm_config(config):
+        assert get_attn_backend(128, BF16, name) is TurboAttentionBackend
+        _cached_get_attn_backend.cache_clear()
+        with pytest.raises(NotImplementedError, match="the platform was asked"):
+            get_attn_backend(128, BF16, "auto")
 
 
-def load_selector(platform: str, **names: object) -> Callable[..., Any]:
-    """``get_attn_backend_cls`` of a platform whose module cannot be imported.
-
-    Its only globals are ``names`` and those that the turbo branch needs.
-    """
-    path = Path(inspect.getfile(vllm.platforms)).with_name(f"{platform}.py")
-    names["is_turbo_cache_dtype"] = is_turbo_cache_dtype
-    return function_of(path, "get_attn_backend_cls", **names)
-
-
-class Listed(Exception):
-    """A platform was asked for its list of backends."""
-
-
-class Device(Platform):
-    """A GPU of compute capability 9.0, whose list of backends raises ``Listed``."""
-
-    @classmethod
-    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-        return DeviceCapability(9, 0)
-
-    @classmethod
-    def get_valid_backends(cls, *, attn_selector_config, **arguments: Any) -> None:
-        raise Listed(attn_selector_config)
-
-
-capabilities = pytest.mark.parametrize(
-    "capability",
-    [DeviceCapability(8, 0), DeviceCapability(9, 0), DeviceCapability(10, 0)],
-)
-
-
-def choose_on_cuda(capability: DeviceCapability, config: AttentionSelectorConfig):
-    """Valid backends, reasons against the others, and the chosen backend's path."""
-    device = cuda_platform(capability)
-    valid, invalid = device.get_valid_backends(capability, config, 32)
-    names = [candidate.backend.name for candidate in valid]
-    reasons = {backend.name: why for backend, (_, why) in invalid.items()}
-    return names, reasons, device.get_attn_backend_cls(None, config, 32)
-
-
-@all_presets
-@capabilities
-def test_cuda_lists_have_turbo(name, capability):
-    names, _, path = choose_on_cuda(capability, selector_config(name))
-    assert names == ["TURBO"] and path == BACKEND_PATH
-
-
-@pytest.mark.parametrize("name", ["auto", "fp8", "turboquant_4bit_nc"])
-@capabilities
-def test_cuda_lists_are_as_before(name, capability, monkeypatch):
-    def list_others(**arguments):
-        return [backend for backend in listed(**arguments) if backend.name != "TURBO"]
-
-    config = selector_config(name)
-    names, reasons, path = choose_on_cuda(capability, config)
-    assert names and reasons.pop("TURBO") == ["kv_cache_dtype not supported"]
-    listed = cuda_module()._get_backend_priorities
-    monkeypatch.setattr(cuda_module(), "_get_backend_priorities", list_others)
-    assert choose_on_cuda(capability, config) == (names, reasons, path)
-
-
-@all_presets
-@pytest.mark.parametrize("platform", ["rocm", "xpu", "cpu"])
-def test_other_platforms_ask_first(name, platform, monkeypatch):
-    calls = []
-
-    def record(*args):
-        calls.append(args)
-        return "path"
-
-    monkeypatch.setattr(turbo_attn, "get_turbo_backend_path", record)
-    named, config = AttentionBackendEnum.FLASH_ATTN, selector_config(name)
-    assert load_selector(platform)(Device, named, config, 32) == "path"
-    capability = None if platform == "cpu" else Device.get_device_capability()
-    assert calls == [(named, config, capability)]
-
-
-@pytest.mark.parametrize(
-    "platform, name, expected",
-    [
-        ("rocm", "fp8", None),
-        ("rocm", "turboquant_4bit_nc", None),
-        ("xpu", "auto", AttentionBackendEnum.TRITON_ATTN),
-        ("xpu", "turboquant_4bit_nc", AttentionBackendEnum.TURBOQUANT),
-        ("cpu", "auto", AttentionBackendEnum.CPU_ATTN),
-    ],
-)
-def test_other_dtypes_go_on_as_before(platform, name, expected, monkeypatch):
-    """Other dtypes get the expected backend, or (None) reach the list of all."""
-
-    def refuse(*args):
-        raise AssertionError("turbo was asked")
-
-    monkeypatch.setattr(turbo_attn, "get_turbo_backend_path", refuse)
-    config = selector_config(name)
-    select = load_selector(
-        platform,
-        AttentionBackendEnum=AttentionBackendEnum,
-        logger=init_logger(__name__),
-    )
-    if expected is None:
-        with pytest.raises(Listed) as raised:
-            select(Device, None, config, 32)
-        assert raised.value.args == (config,)
-    else:
-        selected = AttentionBackendEnum.TRITON_ATTN
-        assert select(Device, selected, config, 32) == expected.get_path()
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+def test_other_dtypes_have_no_backend_of_their_own(name):
+    assert select_own_backend(None, selector_config(name)) is None
+    config = VllmConfig(cache_config=CacheConfig(cache_dtype=name))
+    assert engine_backend(config) is CacheDTypeBackend
 
 
 @pytest.mark.parametrize("name", [*TURBO_PRESETS, "auto"])
@@ -326,6 +232,6 @@ def test_gemma4_forces_no_backend(name, folder):
     if is_turbo_cache_dtype(name):
         assert forced is None
         # Its layers may still be refused: see test_refusals.py.
-        assert select_on_cuda(name=name, head_size=512) == BACKEND_PATH
+        assert select(name=name, head_size=512) == BACKEND_PATH
     elif not is_fa_version_supported(4):
         assert forced is AttentionBackendEnum.TRITON_ATTN

@@ -7,7 +7,7 @@ The format, the kernels and the planning of a step are in
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -44,54 +44,6 @@ from vllm.v1.attention.ops.turbo.serving.backend import TurboPagesBackend
 from vllm.v1.attention.ops.turbo.serving.connectors import unsupported_connectors
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backends.mla.turbo_mla import TurboMLABackend
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-
-def get_turbo_backend_path(
-    selected_backend: "AttentionBackendEnum | None",
-    selector_config: "AttentionSelectorConfig",
-    device_capability: "DeviceCapability | None",
-) -> str:
-    """The class path of a turbo cache dtype's backend.
-
-    It is for platforms that have no list of backends to choose from.
-
-    Args:
-        selected_backend: The backend that the user asked for; None for none.
-        selector_config: The layer's requirements.
-        device_capability: The GPU's compute capability; None on a CPU.
-
-    Raises:
-        ValueError: If the dtype cannot serve the layer; the message names each
-            reason and the dtypes to use instead.
-
-    """
-    backend: type[TurboAttentionBackend | TurboMLABackend] = TurboAttentionBackend
-    if selector_config.use_mla:
-        # Imported here, because it imports vLLM's MLA layer, which asks for backends.
-        from vllm.v1.attention.backends.mla import turbo_mla
-
-        backend = turbo_mla.TurboMLABackend
-    found = backend.unsupported_features(
-        device_capability=device_capability, **selector_config._asdict()
-    )
-    if current_platform.is_rocm():
-        found.append(reasons.ROCM)
-    if current_platform.is_xpu():
-        found.append(reasons.XPU)
-    cache_dtype = selector_config.kv_cache_dtype
-    name = backend.get_name()
-    if selected_backend is not None and selected_backend.name != name:
-        chosen = selected_backend.name
-        found.append(refusals.backend_reason(cache_dtype, chosen, name))
-    if found:
-        raise ValueError(refusals.refusal(cache_dtype, found))
-    module, qualname = backend.full_cls_name()
-    return f"{module}.{qualname}"
 
 
 class TurboAttentionBackend(TurboPagesBackend):

@@ -81,10 +81,6 @@ BATCH_INVARIANCE = Reason("batch invariance", instead="unset VLLM_BATCH_INVARIAN
 PCP = Reason(
     "prefill context parallelism", instead="leave out --prefill-context-parallel-size"
 )
-MLA_BY_TURBO = Reason(
-    "MLA by attention backend TURBO",
-    instead="drop --attention-backend, or pass TURBO_MLA",
-)
 SLIDING_WINDOW_OF_LARGE_HEADS = Reason(
     "sliding window of <sliding_window> tokens of head_size <head_size>",
     MAX_LARGE_HEAD,
@@ -138,18 +134,7 @@ DCP_OF_HEAD_SIZE = Reason(
     "DCP of head_size <head_size>", ", ".join(map(str, DCP_HEAD_SIZES)), NO_DCP
 )
 
-ROCM = Reason("ROCm", "CUDA")
-XPU = Reason("XPU", "CUDA")
-BACKEND = Reason(
-    "attention backend <name>",
-    "<own>, which alone reads <dtype>'s pages",
-    "drop --attention-backend, or pass <own> if the model chose another",
-)
-OTHER_BACKEND = Reason(
-    "kv_cache_dtype <dtype>, read by <own> alone",
-    instead="drop --attention-backend if given, or use --kv-cache-dtype fp8 or auto "
-    "instead of <dtype>",
-)
+PLATFORM = Reason("platform <name>", "CUDA")
 KV_SHARING_FAST_PREFILL = Reason(
     "fast prefill", instead="leave out --kv-sharing-fast-prefill"
 )
@@ -202,10 +187,6 @@ LATENT_SIZE = Reason(
     "MLA with a latent of <rank> and <rope> rotary coordinates",
     ", ".join(f"{rank} and {rope}" for rank, rope in MLA_SIZES),
 )
-NO_MLA_BY_TURBO_MLA = Reason(
-    "K and V by attention backend TURBO_MLA",
-    instead="drop --attention-backend, or pass TURBO",
-)
 MLA_MM_PREFIX = Reason(f"{MM_PREFIX} of MLA", instead=TEXT_ALONE, is_partial=True)
 MLA_SLIDING_WINDOW = Reason("sliding window of MLA")
 MLA_SINKS = Reason("attention sinks of MLA")
@@ -240,7 +221,6 @@ REASONS = (
     MM_PREFIX_OF_LARGE_HEADS,
     MM_PREFIX_BEYOND_WINDOW,
     MM_PREFIX_OF_ADAPTIVE_VERIFICATION,
-    MLA_BY_TURBO,
     SPARSE,
     COMPUTE_CAPABILITY,
     ATTENTION_TYPE,
@@ -257,10 +237,7 @@ REASONS = (
     DCP_OF_SPANS,
     DCP_OF_ADAPTIVE_VERIFICATION,
     DCP_OF_HEAD_SIZE,
-    ROCM,
-    XPU,
-    BACKEND,
-    OTHER_BACKEND,
+    PLATFORM,
     ALIBI,
     SOFT_CAP_OF_LARGE_HEADS,
     KV_SHARING_FAST_PREFILL,
@@ -282,7 +259,6 @@ REASONS = (
 
 # The reasons that a refusal of MLA may also name.
 MLA_REASONS = (
-    NO_MLA_BY_TURBO_MLA,
     ONE_VECTOR,
     LATENT_SIZE,
     MLA_MM_PREFIX,

@@ -20,14 +20,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+# The last sentence of a message, if only another dtype helps.
+WAY_OUT = "Use --kv-cache-dtype fp8 or auto instead"
 # Reasons by the words of ``AttentionBackend.validate_configuration``.
 BORROWED = {
     "head_size not supported": reasons.HEAD_SIZE,
     "dtype not supported": reasons.MODEL_DTYPE,
     "block_size not supported": reasons.BLOCK_SIZE,
     "partial multimodal token full attention not supported": reasons.MLA_MM_PREFIX,
-    "MLA not supported": reasons.MLA_BY_TURBO,
-    "non-MLA not supported": reasons.NO_MLA_BY_TURBO_MLA,
     "attention sinks not supported": reasons.MLA_SINKS,
     "sparse not supported": reasons.SPARSE,
     "compute capability not supported": reasons.COMPUTE_CAPABILITY,
@@ -186,11 +186,6 @@ def tail_sight(sliding_window: int, query_len: int) -> str:
     )
 
 
-def way_out(cache_dtype: str | None) -> str:
-    """The way out that follows the reasons why a backend was not selected."""
-    return f"use --kv-cache-dtype fp8 or auto instead of {cache_dtype}"
-
-
 def refusal(cache_dtype: str | None, found: Iterable[Reason]) -> str:
     """The message for features that a turbo cache dtype cannot serve."""
     found = list(found)
@@ -199,7 +194,7 @@ def refusal(cache_dtype: str | None, found: Iterable[Reason]) -> str:
         f"{'; '.join(map(str, found))}."
     )
     if any(reason.needs_dtype for reason in found):
-        message += " Use --kv-cache-dtype fp8 or auto instead."
+        message += f" {WAY_OUT}."
     return message
 
 
@@ -245,40 +240,15 @@ def borrowed_reasons(
         "kind": ATTENTION_KINDS[AttentionType(attn_type)],
         "capability": capability and capability.as_version_str(),
     }
-    other_backend = _other_backend(
-        configuration["kv_cache_dtype"], configuration["use_mla"]
-    )
     known = BORROWED | {
         f"attention type {attn_type} not supported": reasons.ATTENTION_TYPE,
-        str(other_backend): other_backend,
+        "kv_cache_dtype not supported": one_vector_reason(
+            configuration["kv_cache_dtype"]
+        ),
     }
     found = [known.get(each, Reason(each)).of(**values) for each in words]
     # Each reason once, because vLLM has two words for some.
     return list(dict.fromkeys(found))
-
-
-def backend_reason(cache_dtype: str | None, name: str, own: str) -> Reason:
-    """The reason to refuse a backend that a user or the model's configuration chose.
-
-    Args:
-        cache_dtype: A turbo cache dtype.
-        name: The backend that was chosen.
-        own: The backend that reads the dtype's pages.
-
-    """
-    return reasons.BACKEND.of(dtype=cache_dtype, name=name, own=own)
-
-
-def other_backend_reason(cache_dtype: str | None, use_mla: bool) -> str:
-    """The reason that any other backend gives for a turbo dtype."""
-    return str(_other_backend(cache_dtype, use_mla))
-
-
-def _other_backend(cache_dtype: str | None, use_mla: bool) -> Reason:
-    if use_mla and cache_dtype not in LATENT_PRESETS:
-        return one_vector_reason(cache_dtype)
-    own = "TURBO_MLA" if use_mla else "TURBO"
-    return reasons.OTHER_BACKEND.of(dtype=cache_dtype, own=own)
 
 
 def one_vector_reason(cache_dtype: str | None) -> Reason:

@@ -104,11 +104,6 @@ def with_format_ids(
         vllm_config: The engine's configuration.
 
     """
-    dtypes: list[str | None] = [vllm_config.cache_config.cache_dtype]
-    if vllm_config.speculative_config is not None:
-        dtypes.append(vllm_config.speculative_config.kv_cache_dtype)
-    if not any(map(is_turbo_cache_dtype, dtypes)):
-        return specs
     word = format_id(model_formats(vllm_config, set(specs)))
     return {
         name: spec if spec.format_id else replace(spec, format_id=word)

@@ -5,8 +5,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.config import AttentionConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.attention.backends.cache_dtype import warn_of_options
 from vllm.v1.attention.ops.turbo import reasons, refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Fields of ``AttentionConfig`` that only turbo dtypes read.
-OPTIONS = ("turbo_prefill", "turbo_kernel", "turbo_window", "turbo_means")
 SLIDING_WINDOW = "sliding_window"
 
 
@@ -65,23 +64,6 @@ def check_layers(
             engine_dtype,
             len(with_dtype),
             reason,
-        )
-
-
-def warn_of_options(attention_config: AttentionConfig, cache_dtype: str) -> None:
-    """Warn of options that are set although no layer has a turbo dtype."""
-    defaults = AttentionConfig()
-    options = {name: getattr(attention_config, name) for name in OPTIONS}
-    idle = [
-        f"--attention-config.{name} {value}"
-        for name, value in options.items()
-        if value != getattr(defaults, name)
-    ]
-    if idle:
-        logger.warning_once(
-            "%s: no effect with --kv-cache-dtype %s. Pass turbo4, k4v3 or turbo3.",
-            ", ".join(idle),
-            cache_dtype,
         )
 
 
