@@ -403,16 +403,17 @@ SECTIONS = {
         default="models/needle-qwen3",
     ),
     "real": Section(
-        "checks SmolLM2 with every cache, on manuals, and looks for needles in one "
-        "passage that is repeated.",
+        "checks SmolLM2 with every cache, on manuals, and looks for pass keys in "
+        "sentences that repeat.",
         f"scripts/check_model.py {REAL} --text build/texts/manuals.txt "
         "--output OUT/check-smollm2 --kv-cache-dtype auto auto:512 fp8 "
         "int4_per_token_head turboquant_4bit_nc turboquant_4bit_nc:all turbo4 k4v3 "
         "turbo3 turbo4:no-window k4v3:no-window turbo3:no-window "
         "turbo4:no-means k4v3:no-means turbo3:no-means\n"
         f"scripts/check_model.py {REAL} --text build/texts/repeated.txt "
-        "--output OUT/needles-smollm2 --kv-cache-dtype fp8 turbo4 k4v3 turbo3 "
-        "--texts 2 --needles 8",
+        "--output OUT/passkeys-smollm2 --kv-cache-dtype fp8 turbo4 k4v3 turbo3 "
+        "turbo4:no-means k4v3:no-means turbo3:no-means --texts 2 --needles 8 "
+        "--passkeys",
         needs="build/smollm2 (scripts/smollm2.py), build/texts (lab/texts.py)",
     ),
     "memory": Section(

@@ -86,6 +86,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--top", type=int, default=Plan.top, metavar="K",
         help="tokens told apart; with the vocabulary's size KL is exact")  # fmt: skip
     add("--needles", type=int, default=Plan.cases, help="needles per context and depth")
+    add("--passkeys", action="store_true",
+        help="needles are pass keys in sentences that repeat, which weak models "
+             "find")  # fmt: skip
     add("--layers", type=int, nargs="?", const=LAYERS, default=0, metavar="N",
         help="try the N worst layers in bf16, by the effect of their K on scores "
              f"(default: {LAYERS})")  # fmt: skip
@@ -211,6 +214,7 @@ def complete(args: argparse.Namespace) -> None:
         decode_steps=args.decode_steps,
         top=args.top,
         cases=args.needles,
+        passkeys=args.passkeys,
     )
     share_memory(args, config)
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model

@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "quality"))
 
-from tasks import SEPARATOR, Case, needle_case  # noqa: E402
+from tasks import SEPARATOR, Case, needle_case, passkey_case  # noqa: E402
 from turbo_quality.cases import cut  # noqa: E402
 from vocabulary import fitting  # noqa: E402
 
@@ -40,6 +40,7 @@ class Plan:
         cases: Needles per context and depth.
         depths: Places of the needle, from 0 (first line) to 1 (last line).
         answer_tokens: Tokens of an answer.
+        passkeys: Whether the needles are pass keys in sentences that repeat.
 
     """
 
@@ -51,6 +52,7 @@ class Plan:
     cases: int = 4
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     answer_tokens: int = 48
+    passkeys: bool = False
 
     @property
     def contexts(self) -> list[int]:
@@ -139,8 +141,11 @@ def build_cases(text: str, plan: Plan, tokenizer: Any, seed: int) -> Cases:
         room = context - plan.answer_tokens
         for number in range(plan.cases):
             for depth in plan.depths:
+                place = {"depth": depth, "seed": seed + number}
                 case = fitting(
-                    partial(needle_case, depth=depth, seed=seed + number, text=text),
+                    partial(passkey_case, **place)
+                    if plan.passkeys
+                    else partial(needle_case, **place, text=text),
                     room,
                     int(room * bytes_a_token),
                     lambda case: len(prompt_tokens(tokenizer, case)),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import ROOT
 from quickstart import is_right
+from tasks import PASSKEY_FILLER
 from transformers import AutoTokenizer
 from turbo_check.advice import advise, gain_of_layer, layers_to_skip, loses_needles
 from turbo_check.args import build_parser, complete
@@ -223,9 +224,10 @@ class FakeTokenizer:
         return [0] * add_special_tokens + [len(word) for word in text.split()]
 
 
-def test_cases_fit_their_contexts():
+@pytest.mark.parametrize("passkeys", [False, True])
+def test_cases_fit_their_contexts(passkeys: bool):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    plan = Plan(max_context=640, texts=2, cases=1, depths=(0.0, 1.0))
+    plan = Plan(640, texts=2, cases=1, depths=(0.0, 1.0), passkeys=passkeys)
     cases = build_cases(HELD_OUT.read_text(encoding="utf-8"), plan, tokenizer, 0)
     assert [text["context"] for text in cases.texts] == [512, 512, 640, 640]
     assert all(len(text["tokens"]) == text["context"] for text in cases.texts)
@@ -235,6 +237,10 @@ def test_cases_fit_their_contexts():
         prompt = tokenizer.decode(needle["prompt"])
         assert is_right(prompt, needle["answer"])
         assert prompt.endswith("<|im_start|>assistant\n")
+        lines = [x for x in prompt.split("\n") if needle["answer"] in x]
+        place = prompt.index(needle["answer"]) / len(prompt)
+        assert len(lines) == 1 and (place > 0.5) == (needle["depth"] == 1.0)
+        assert (prompt.count(PASSKEY_FILLER) > 1) == passkeys
 
 
 def test_cases_without_a_chat_template():

@@ -59,6 +59,20 @@ LOOK_UP = (
     "Look up {name}.",
 )
 
+# The passkey task of "Landmark Attention" (arXiv:2305.16300): a number in sentences
+# that repeat. Models find it that are too weak for facts about several names.
+PASSKEY_DIGITS = 5
+PASSKEY_HEADING = (
+    "There is important information hidden in a lot of irrelevant text. Find it and "
+    "memorize it."
+)
+PASSKEY_FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and "
+    "back again."
+)
+PASSKEY_FACT = "The pass key is {key}. Remember it. {key} is the pass key."
+PASSKEY_QUESTION = "What is the pass key?"
+
 
 def words(text: str) -> list[str]:
     return text.split()
@@ -274,6 +288,30 @@ def needle_case(
         distractors: facts of the same form about other names, anywhere in the text.
     """
     return fact_case(length, [depth], 1, seed, text, distractors)
+
+
+def passkey_case(length: int, depth: float, seed: int) -> Case:
+    """Returns a pass key in sentences that repeat, with a question about it.
+
+    Args:
+        length: bytes of the prompt, at most.
+        depth: the key's place, from 0 (first line) to 1 (last line before the
+            question).
+        seed: decides the key, with length and depth.
+
+    Raises:
+        ValueError: If not even one line of other text has room.
+
+    """
+    random = Random(f"passkey {length} {depth} {seed}")
+    key = "".join(random.choices("123456789", k=PASSKEY_DIGITS))
+    fact = PASSKEY_FACT.format(key=key)
+    case = Case("\n".join([PASSKEY_HEADING, "", fact, "", PASSKEY_QUESTION]), key)
+    count = (length - len(case.prompt)) // (len(PASSKEY_FILLER) + 1)
+    if count < 1:
+        raise ValueError(f"{length} bytes are too few for a pass key in text")
+    lines = strew([PASSKEY_FILLER] * count, [fact], [depth])
+    return Case("\n".join([PASSKEY_HEADING, "", *lines, "", PASSKEY_QUESTION]), key)
 
 
 def multi_needle_case(
