@@ -71,7 +71,7 @@ CHILD = PARTS / "child.py"
 GSM8K_CHILD = PARTS / "gsm8k.py"
 PICTURES = PARTS / "pictures.py"
 # The stages of child.py, one after the other.
-STAGES = ("start", "keys", "decode", "greedy", "needles")
+STAGES = ("start", "keys", "decode", "prefill", "greedy", "needles")
 GSM8K_CONTEXT = 4096
 POLL_S = 0.5
 
@@ -150,13 +150,9 @@ class Checks:
         shutil.copyfile(log, kept)
         return with_cure(error.replace(str(log), str(kept)), kept)
 
-    def records(self, arm: Arm, context: int | None = None) -> Records:
-        """Returns an arm's records of one context's texts, or of all."""
-        texts = [
-            np.load(self.folder(arm) / f"text-{index}.npz")
-            for index, text in enumerate(self.cases.texts)
-            if context in (None, text["context"])
-        ]
+    def records(self, arm: Arm, indices: list[int], part: str = "text") -> Records:
+        """Returns an arm's records of some texts, or of their prefill."""
+        texts = [np.load(self.folder(arm) / f"{part}-{i}.npz") for i in indices]
         parts = ("logprobs", "target", "top")
         return {part: np.stack([text[part] for text in texts]) for part in parts}
 
@@ -170,19 +166,25 @@ class Checks:
         """Returns the reported figures of an arm that ran."""
         result = read_result(self.folder(arm))
         reference = read_result(self.folder(self.reference))
-        overall = compare_records(self.records(self.reference), self.records(arm))
+
+        def compared(indices: list[int], part: str = "text") -> dict[str, Any]:
+            pair = (self.records(x, indices, part) for x in (self.reference, arm))
+            return compare_records(*pair)
+
+        contexts = [text["context"] for text in self.cases.texts]
+        overall = compared([*range(len(contexts))])
         by_context = {
-            str(context): compare_records(
-                self.records(self.reference, context), self.records(arm, context)
-            )
+            str(context): compared([i for i, x in enumerate(contexts) if x == context])
             for context in self.cases.plan.contexts
         }
+        prefilled = self.cases.prefilled
         continued = [part["continuations"] for part in (reference, result)]
         found = [self.found(part) for part in (reference, result)]
         facts = ("bytes_per_token", "layers", "window_layers", "mixed_layers")
         facts += ("backends", "overrides")
         return overall | {
             "decode": by_context,
+            "prefill": compared(prefilled, "prefill") if prefilled else None,
             "greedy_prefix": greedy_agreement(*continued),
             "greedy_steps": self.cases.plan.greedy_steps,
             "needles": compare_needles(self.cases.needles, *found),

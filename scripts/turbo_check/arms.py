@@ -13,8 +13,6 @@ from vllm_turbo_cpu_standins.settings import ENGINE_ARGS
 from turbo_check.args import CPU_ARGS, REFERENCE
 from turbo_check.jobs import MAX_NUM_SEQS
 
-# Tokens of a prompt that a step prefills: longer prompts read the cache.
-CHUNK = 2048
 CPU_CACHE_BYTES = 256 << 20
 # Share of a GPU's memory that an engine with a cache of given bytes finds free.
 MIN_FREE = 0.02
@@ -30,7 +28,7 @@ class Arm:
         skip_layers: Layers whose cache has the model's dtype.
         has_window: Whether turbo_window is vLLM's default, and not 0.
         has_means: Whether turbo_means is vLLM's default, and not "off".
-        chunk: Tokens that a step prefills.
+        chunk: Tokens that a step prefills; None for the plan's.
         compresses_all: Whether vLLM's turboquant presets keep no layer in bf16.
 
     """
@@ -40,7 +38,7 @@ class Arm:
     skip_layers: tuple[str, ...] = ()
     has_window: bool = True
     has_means: bool = True
-    chunk: int = CHUNK
+    chunk: int | None = None
     compresses_all: bool = False
 
     def without(self, layer: str) -> "Arm":
@@ -73,7 +71,9 @@ def engine_args(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype": args.unquantised if is_reference else arm.cache_dtype,
         "max_model_len": args.plan.max_context,
         "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": arm.chunk,
+        "max_num_batched_tokens": arm.chunk or args.plan.chunk,
+        # The reference's likeliest tokens, and a prompt's own.
+        "max_logprobs": args.plan.top + 1,
         "enable_prefix_caching": False,
         # Compilation and graph capture take longer than the cases.
         "enforce_eager": True,

@@ -41,6 +41,7 @@ class Plan:
         depths: Places of the needle, from 0 (first line) to 1 (last line).
         answer_tokens: Tokens of an answer.
         passkeys: Whether the needles are pass keys in sentences that repeat.
+        chunk: Tokens of a prompt that a step prefills: longer prompts read the cache.
 
     """
 
@@ -53,6 +54,7 @@ class Plan:
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     answer_tokens: int = 48
     passkeys: bool = False
+    chunk: int = 2048
 
     @property
     def contexts(self) -> list[int]:
@@ -77,6 +79,14 @@ class Cases:
     needles: list[dict[str, Any]]
     keys: list[int]
 
+    @property
+    def prefilled(self) -> list[int]:
+        """Indices of the texts of the longest context, if it has several chunks."""
+        longest = self.plan.max_context
+        if longest <= self.plan.chunk + 1:
+            return []
+        return [i for i, x in enumerate(self.texts) if x["context"] == longest]
+
     def for_child(self) -> dict[str, Any]:
         plan = self.plan
         # Texts of one length: the second context's, if there is one.
@@ -85,6 +95,8 @@ class Cases:
         return {
             "texts": self.texts,
             "decode_steps": plan.decode_steps,
+            "prefilled": self.prefilled,
+            "prefill_from": plan.chunk,
             "top": plan.top,
             "continued": [text[: -plan.greedy_steps] for text in of_length],
             "greedy_steps": plan.greedy_steps,

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs the cases of `check_model.py` on one engine, in a process of its own.
 
-Usage: python child.py JOB FOLDER. The folder gets a record of each text's
-distributions (`probe.Record`), `result.json`, and `stages`, a line for each finished
-part.
+Usage: python child.py JOB FOLDER. The folder gets records of each text's distributions
+(`probe.Record`), decoded and in prefill, `result.json`, and `stages`, a line for each
+finished part.
 """
 
 import json
@@ -22,14 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from turbo_process.arm import write_result  # noqa: E402
 from turbo_quality.child import Lab  # noqa: E402
 
+from turbo_check.prefill import prefill_params, save_prefill  # noqa: E402
 from turbo_check.probe import WATCH, start_watching, stop_watching  # noqa: E402
 
 POLL_S = 0.2
 
 
-def record_path(folder: Path, index: int) -> Path:
-    """Returns where the record of a text is."""
-    return folder / f"text-{index}.npz"
+def record_path(folder: Path, index: int, part: str = "text") -> Path:
+    """Returns where the record of a text is, or of its prefill."""
+    return folder / f"{part}-{index}.npz"
 
 
 class Check(Lab):
@@ -59,14 +60,14 @@ class Check(Lab):
                     of_layer[name] += heads
         return found
 
-    def await_reference(self) -> None:
-        """Waits for the records of the reference, which may still run beside this one.
+    def await_reference(self, stage: str) -> None:
+        """Waits for a stage of the reference, which may still run beside this one.
 
         If the reference fails, the process that started both ends this one.
         """
         if self.job["reference"]:
             stages = Path(self.job["reference"]) / "stages"
-            while not stages.exists() or "decode" not in stages.read_text().split():
+            while not stages.exists() or stage not in stages.read_text().split():
                 time.sleep(POLL_S)
 
     def replay(self, index: int, text: list[int]) -> SamplingParams:
@@ -97,6 +98,26 @@ class Check(Lab):
             assert list(output.outputs[0].token_ids) == text[-steps:]
         return outputs
 
+    def record_prefill(self) -> None:
+        """Records the distributions of texts whose chunks read the cache."""
+        job, reference = self.job, self.job["reference"]
+        first, texts = job["prefill_from"], job["texts"]
+        chosen = [
+            (
+                # An engine generates a token, for which the context has room.
+                texts[index]["tokens"][:-1],
+                record_path(self.folder, index, "prefill"),
+                reference and record_path(Path(reference), index, "prefill"),
+            )
+            for index in job["prefilled"]
+        ]
+        count = min(job["top"], self.vocab_size)
+        prompts = [tokens for tokens, *_ in chosen]
+        params = [prefill_params(x, first, count, other) for x, _, other in chosen]
+        outputs = self.generate(prompts, params) if chosen else []
+        for output, (_, path, other) in zip(outputs, chosen, strict=True):
+            save_prefill(output, first, path, other)
+
     def run(self) -> dict[str, Any]:
         """Returns all results except the records."""
         job = self.job
@@ -104,10 +125,15 @@ class Check(Lab):
         keys = self.keys()
         self.done("keys", start)
 
-        self.await_reference()
+        self.await_reference("decode")
         start = time.perf_counter()
         self.record()
         self.done("decode", start)
+
+        self.await_reference("prefill")
+        start = time.perf_counter()
+        self.record_prefill()
+        self.done("prefill", start)
 
         start = time.perf_counter()
         prompts = job["continued"]

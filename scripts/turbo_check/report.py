@@ -18,6 +18,7 @@ SHOWN_LAYERS = 5
 def cells(row: Row, contexts: list[int], is_reference: bool) -> list[str]:
     """Returns an arm's figures in the header's order."""
     divergences = [row["decode"][str(context)] for context in contexts]
+    divergences += [row["prefill"]] if row["prefill"] else []
     needles = row["needles"]
     line = [
         f"`{row['arm']}`",
@@ -43,6 +44,7 @@ def cells(row: Row, contexts: list[int], is_reference: bool) -> list[str]:
 def arms_table(rows: list[Row], contexts: list[int]) -> list[str]:
     header = ["cache", "bytes a token", "capacity"]
     header += [f"KL at {context}" for context in contexts]
+    header += ["KL in prefill"] if rows[0]["prefill"] else []
     header += ["perplexity", "same top token", "greedy tokens", "needles"]
     measured = [row for row in rows if ran(row)]
     if any("gsm8k" in row for row in measured):
@@ -89,6 +91,17 @@ def layers_table(rows: list[Row], packed: Row) -> list[str]:
     return table([header, *lines])
 
 
+def prefill_note(rows: list[Row], chunk: int) -> list[str]:
+    """Returns a sentence about the column of prefill, if there is one."""
+    prefill = next(row["prefill"] for row in rows if ran(row))
+    if not prefill:
+        return []
+    return [
+        f"In prefill: of the longest texts' positions from {chunk} on, whose chunks "
+        f"read the cache ({prefill['positions']:,} positions).",
+    ]
+
+
 def markdown(report: dict[str, Any]) -> str:
     """Returns all tables with their explanations, and the advice."""
     facts, plan, rows = report["facts"], report["plan"], report["arms"]
@@ -105,6 +118,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"KL divergence from `{rows[0]['arm']}` in millinats, mean / 99th percentile, "
         f"of {outcomes}, while decoding the last {plan['decode_steps']} tokens of each "
         f"context ({positions:,} positions).",
+        *prefill_note(rows, plan["chunk"]),
         "",
         *arms_table(rows, report["contexts"]),
     ]

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The child of turbo_check, which also writes whole distributions.
 
-They go into `full.npy` (text, position, token). The result of a job with `only_keys` is
-statistics of K, and nothing else.
+They go into `full.npy` and `full-prefill.npy` (text, position, token). The result of a
+job with `only_keys` is statistics of K, and nothing else.
 """
 
 import json
@@ -33,6 +33,13 @@ class FullCheck(Check):
         full = [as_array(output, self.vocab_size) for output in outputs]
         np.save(self.folder / "full.npy", np.stack(full))
         return outputs
+
+    def record_prefill(self) -> None:
+        super().record_prefill()
+        chosen = [self.job["texts"][index] for index in self.job["prefilled"]]
+        if chosen:
+            full = self.prefill([text["tokens"][:-1] for text in chosen])
+            np.save(self.folder / "full-prefill.npy", full)
 
 
 def main() -> None:

@@ -31,13 +31,14 @@ VOCABULARY = 259
 STEPS = 12
 # fp32 log-probabilities, in either way of adding them up.
 ROUNDING = 1e-6
+# Tokens of a step: prompts come in several chunks.
+CHUNK = 200
 # An arm that reads all tokens as codes, none of them in 8 bits.
 PACKED = "turbo4:no-window"
 OPTIONS = [
     str(MODEL), "--max-context", "640", "--texts", "2", "--decode-steps", str(STEPS),
     "--needles", "1", "--top", str(VOCABULARY), "--layers", "1",
-    "--engine-args", '{"max_logprobs": -1}', "--kv-cache-dtype", "auto", PACKED,
-    "turbo4", "fp8",
+    "--kv-cache-dtype", "auto", PACKED, "turbo4", "fp8",
 ]  # fmt: skip
 
 
@@ -122,7 +123,10 @@ def test_kl_is_that_of_full_distributions(
     expected = kl_divergence(*full)
     assert rows[PACKED]["kl_mean"] == pytest.approx(expected.mean(), rel=1e-3)
     found = kl_divergence(
-        *(checks.records(arms[name])["logprobs"][..., :-1] for name in ("auto", PACKED))
+        *(
+            checks.records(arms[name], [*range(4)])["logprobs"][..., :-1]
+            for name in ("auto", PACKED)
+        )
     )
     assert np.abs(found - expected).max() < 10 * ROUNDING
     agreement = full[0].argmax(-1) == full[1].argmax(-1)
@@ -131,6 +135,39 @@ def test_kl_is_that_of_full_distributions(
     targets = np.array([t["tokens"][-STEPS:] for t in checks.cases.texts])
     score = np.take_along_axis(full[1], targets[..., None], -1).mean(dtype=np.float64)
     assert rows[PACKED]["perplexity"] == pytest.approx(np.exp(-score), rel=1e-5)
+
+
+def test_prefill_is_that_of_full_distributions(
+    pool: ThreadPoolExecutor, tmp_path: Path
+):
+    """The positions are those whose chunks read the cache."""
+    options = [str(MODEL), "--max-context", "512", "--texts", "2", "--decode-steps"]
+    options += ["1", "--top", str(VOCABULARY), "--output", str(tmp_path / "output")]
+    # Else a prompt's chunks see all of it raw.
+    attention = {"attention_config": {"turbo_prefill": "stored"}}
+    options += ["--engine-args", json.dumps(attention)]
+    args = build_parser("").parse_args(options)
+    complete(args)
+    plan = {"greedy_steps": 1, "answer_tokens": 1, "depths": (0.5,), "cases": 1}
+    args.plan = replace(args.plan, chunk=CHUNK, **plan)
+    (tmp_path / "arms").mkdir()
+    checks = FullChecks(args, tmp_path / "arms", pool)
+    arms = check_model.arms_of([PACKED])
+    report = check_model.check(checks, arms)
+    full = [np.load(checks.folder(x) / "full-prefill.npy")[:, CHUNK:] for x in arms]
+    expected = kl_divergence(*full)
+    first, row = (arm["prefill"] for arm in report["arms"])
+    assert row["positions"] == expected.size == 2 * (512 - 2 - CHUNK)
+    assert first["kl_mean"] == 0 < row["kl_mean"]
+    assert row["kl_mean"] == pytest.approx(expected.mean(), rel=1e-2)
+    assert row["kl_p99"] == pytest.approx(np.quantile(expected, 0.99), rel=1e-2)
+    agreement = full[0].argmax(-1) == full[1].argmax(-1)
+    assert row["top1"] == pytest.approx(agreement.mean(), rel=1e-5)
+    targets = np.array([x["tokens"][CHUNK + 1 : -1] for x in checks.cases.texts])
+    score = np.take_along_axis(full[1], targets[..., None], -1).mean(dtype=np.float64)
+    assert row["perplexity"] == pytest.approx(np.exp(-score), rel=1e-5)
+    text = markdown(report)
+    assert f"from {CHUNK} on" in text and "| KL in prefill |" in text
 
 
 def test_contexts_are_apart(report: dict[str, Any], rows: dict[str, dict[str, Any]]):

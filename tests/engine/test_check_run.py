@@ -168,7 +168,7 @@ def test_an_engine_waits_for_the_reference(tmp_path: Path):
         "import sys; sys.path.insert(0, sys.argv[1]); from turbo_check import child\n"
         "check = object.__new__(child.Check)\n"
         "check.job = {'reference': sys.argv[2]}\n"
-        "check.await_reference()"
+        "check.await_reference('decode')"
     )
     command = [sys.executable, "-c", code, str(SCRIPTS), str(tmp_path)]
     variables = os.environ | {"VLLM_TARGET_DEVICE": "cpu"}
