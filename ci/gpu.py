@@ -416,6 +416,11 @@ SECTIONS = {
         "--passkeys",
         needs="build/smollm2 (scripts/smollm2.py), build/texts (lab/texts.py)",
     ),
+    "means": Section(
+        "compares the means of K and of latents with those of Transformers.",
+        "benchmarks/pass_means.py lfm2 nemotron_h needle-deepseek-v3 "
+        "needle-granite-swa --output OUT/pass_means.jsonl",
+    ),
     "memory": Section(
         "looks for memory that grows after the start, at the model's context and at a "
         "million tokens.",

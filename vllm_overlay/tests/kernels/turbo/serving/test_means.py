@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm.platforms import current_platform
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.keys.means import MIN_TOKENS, LayerMeans, Means
 from vllm.v1.attention.ops.turbo.keys.text import TEXT
@@ -189,14 +188,6 @@ def test_settings_without_means(tmp_path, part, field, value, words):
     assert refusals.means_problem(config) is None
     setattr(getattr(config, part), field, value)
     assert words in refusals.means_problem(config)
-
-
-def test_hybrids_on_a_gpu_have_none(tmp_path, monkeypatch):
-    config = make_vllm_config(tmp_path)
-    config.load_config.load_format = "auto"
-    config.model_config.skip_tokenizer_init = False
-    monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
-    assert (refusals.means_problem(config) is None) == current_platform.is_cpu()
 
 
 class Tokenizer:

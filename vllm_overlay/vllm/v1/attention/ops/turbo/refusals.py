@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.ops.turbo import reasons
@@ -152,9 +151,6 @@ MEANS_FEATURES: dict[str, Callable[[VllmConfig], bool]] = {
     ),
     "the model has an encoder": lambda config: config.model_config.is_encoder_decoder,
     "the model is a drafter": lambda config: config.model_config.runner_type == "draft",
-    "a hybrid's states have run a pass of text on a CPU alone": (
-        lambda config: config.model_config.is_hybrid and not current_platform.is_cpu()
-    ),
 }
 MEANS_OFF = "--attention-config.turbo_means is off"
 # Reasons why a layer has no means of K, though others may.
