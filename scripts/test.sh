@@ -41,7 +41,8 @@ lint() {
 
 # The series applies to the pinned source without fuzz, and comes back byte for byte.
 # vLLM's own checks pass on its files, it steps to a release where lines have moved, and
-# each of its entries stands alone. The recipes that the tables name are vLLM's.
+# each of its entries stands alone, as does the first turbo4. The recipes that the tables
+# name are vLLM's.
 series() {
   "$python" scripts/series.py index --check
   "$python" scripts/series.py sdist --git "$scratch/vllm"
@@ -56,6 +57,7 @@ series() {
   "$python" scripts/series.py import "$scratch/vllm"
   "$python" scripts/series.py export --check "$scratch/vllm"
   python ci/vllm_hooks.py "$scratch/vllm"
+  ci/first_turbo4.sh "$scratch/vllm"
   wait "$beside" && stepped=0 || stepped=$?
   trap - EXIT
   cat "$scratch/step"

@@ -140,7 +140,9 @@ def _pr(args: argparse.Namespace) -> int:
         return 1 if any(map(proposals.faults, found)) else 0
     if args.name is None:
         raise SeriesError("which proposal? series.py pr --list names them")
-    if args.check:
+    if args.site:
+        propose.apply_alone(series, args.name, args.site)
+    elif args.check:
         propose.check(series, args.name, args.folder, args.onto)
     else:
         propose.propose(series, args.name, args.folder, args.onto, args.body)
@@ -237,6 +239,12 @@ def _parser(root: Path) -> argparse.ArgumentParser:
         "--body", type=Path, metavar="FILE", help="the body (default: build/pr/NAME.md)"
     )
     sub.add_argument("--list", action="store_true", help="show all proposals instead")
+    sub.add_argument(
+        "--site",
+        type=Path,
+        metavar="TARGET",
+        help="apply one that is no entry to this vLLM alone, as apply does",
+    )
     check(sub, "run the tests, write nothing")
     return parser
 

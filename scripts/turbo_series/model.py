@@ -95,14 +95,17 @@ def read_order(root: Path) -> list[str]:
 
 def overlay_paths(root: Path) -> list[str]:
     """The files below `vllm_overlay/`, without the caches of Python tools."""
-    folder = root / OVERLAY
+    return _paths_below(root / OVERLAY)
+
+
+def _paths_below(folder: Path) -> list[str]:
     found = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         if _CACHES & set(relative.parts) or path.suffix == ".pyc":
             continue
         if path.is_symlink():
-            raise SeriesError(f"{OVERLAY}/{relative} is a symbolic link")
+            raise SeriesError(f"{folder.name}/{relative} is a symbolic link")
         if path.is_file():
             found.append(safe_path(relative.as_posix()))
     return found
@@ -110,9 +113,14 @@ def overlay_paths(root: Path) -> list[str]:
 
 def load_overlay(root: Path) -> dict[str, OverlayFile]:
     """Read every overlay file."""
+    return overlay_files(root / OVERLAY)
+
+
+def overlay_files(folder: Path) -> dict[str, OverlayFile]:
+    """Read the files below a folder, by their paths there."""
     files = {}
-    for path in overlay_paths(root):
-        full = root / OVERLAY / path
+    for path in _paths_below(folder):
+        full = folder / path
         executable = bool(full.stat().st_mode & 0o100)
         files[path] = OverlayFile(path, full.read_bytes(), executable)
     return files

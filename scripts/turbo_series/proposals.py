@@ -5,23 +5,31 @@
 `proposals/order` names them as maintainers would take them. `proposals/NAME/` belongs
 to the entry `patches/NAME.patch` and holds what its pull request needs beside it. An
 entry that tracks somebody else's change has a comment for that one in place of a body.
+
+A proposal that is no entry has its edits of vLLM's files in `wiring.patch`, and files
+that it adds below `files/`. It is a series of one entry on the pinned release.
 """
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import SeriesError
 from .git import scratch
-from .model import Series
-from .patchfile import FileDiff, Patch, parse_diff
+from .model import OverlayFile, Series, overlay_files
+from .patchfile import FileDiff, Patch, parse_diff, parse_patch
 
 PROPOSALS = "proposals"
+WIRING = "wiring.patch"
+FILES = "files"
 # Pull requests of one author that vLLM has open at once.
 OPEN_AT_ONCE = 6
 # Lines outside tests from which vLLM asks for an RFC.
 RFC_LINES = 500
+# Lines of Python of one that comes after its RFC: outside tests, and of tests.
+CODE_LINES = 2500
+TEST_LINES = 900
 TITLE_LENGTH = 72
 # vLLM's well-known tags (docs/contributing/README.md); further tags may follow.
 TYPE_TAGS = (
@@ -48,6 +56,7 @@ class Proposal:
         tests_data: The same as the bytes of a diff.
         related: A line for each issue or pull request that a duplicate search found.
         waits: The thing that has to come first, in words; empty for nothing.
+        added: The files that one which is no entry of the series adds, by path.
 
     """
 
@@ -58,6 +67,7 @@ class Proposal:
     tests_data: bytes
     related: tuple[str, ...]
     waits: str
+    added: dict[str, OverlayFile] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -74,7 +84,20 @@ class Proposal:
     @property
     def files(self) -> tuple[FileDiff, ...]:
         """All changes of files."""
-        return (*self.patch.files, *self.tests)
+        added = (added_file(file) for file in self.added.values())
+        return (*self.patch.files, *self.tests, *added)
+
+    def python_lines(self, of_tests: bool) -> int:
+        """The number of changed lines of Python, of tests or of all else."""
+        return sum(
+            len(file.added) + len(file.removed)
+            for file in self.files
+            if file.path.endswith(".py") and is_test(file.path) == of_tests
+        )
+
+    def alone(self, series: Series) -> Series:
+        """The series of a proposal that is no entry: itself alone."""
+        return replace(series, patches=(self.patch,), overlay=self.added)
 
     @property
     def num_lines(self) -> int:
@@ -90,6 +113,13 @@ class Proposal:
         """The tests that it adds."""
         tests = (file.text for file in self.files if is_test(file.path))
         return [name.decode() for text in tests for name in _TEST.findall(text)]
+
+
+def added_file(file: OverlayFile) -> FileDiff:
+    """The change that adds a file."""
+    lines = tuple(file.data.splitlines(keepends=True))
+    text = b"".join(b"+" + line for line in lines)
+    return FileDiff(file.path, "new file", "", "", lines, (), text, False)
 
 
 def is_test(path: str) -> bool:
@@ -122,8 +152,13 @@ def load_proposals(series: Series) -> list[Proposal]:
         where = f"has no {name}" if name in here else f"names {name}, without a folder"
         raise SeriesError(f"{folder / 'order'} {where}")
     for name in waiting:
-        if name not in entries:
+        path = folder / name / WIRING
+        if name in entries and path.exists():
+            raise SeriesError(f"{path}: but {name} is an entry of the series")
+        if name not in entries and not path.is_file():
             raise SeriesError(f"{folder / name} belongs to no entry of the series")
+        if name not in entries:
+            entries[name] = parse_patch(f"{name}.patch", path.read_bytes())
     return [
         _load(folder / name, entries[name], waits) for name, waits in waiting.items()
     ]
@@ -148,6 +183,7 @@ def _load(folder: Path, patch: Patch, waits: str) -> Proposal:
         tests_data=data,
         related=tuple(read("related").splitlines()),
         waits=waits,
+        added=overlay_files(folder / FILES),
     )
 
 
@@ -165,12 +201,12 @@ Rule = Callable[[Proposal], Iterator[str]]
 
 def _alone(proposal: Proposal) -> Iterator[str]:
     """It needs no file of the series, and edits tests alone beside the entry."""
-    if proposal.patch.trailer("Overlay"):
+    if proposal.patch.trailer("Overlay") and not proposal.added:
         yield "adds files of the series' own"
     for file in proposal.tests:
         if not is_test(file.path):
             yield f"tests.patch changes {file.path}, which is no test"
-    for file in proposal.files:
+    for file in () if proposal.added else proposal.files:
         added = b"".join(file.added)
         if match := _OURS.search(added):
             yield f"{file.path} names {match[0].decode()}, which vLLM does not have"
@@ -210,8 +246,13 @@ def _described(proposal: Proposal) -> Iterator[str]:
 
 
 def _small(proposal: Proposal) -> Iterator[str]:
-    """It is of a size that needs no RFC."""
-    if proposal.num_lines > RFC_LINES:
+    """It is of a size that needs no RFC, or that can be read after one."""
+    if proposal.added:
+        for of_tests, most in ((False, CODE_LINES), (True, TEST_LINES)):
+            if (lines := proposal.python_lines(of_tests)) > most:
+                kind = "tests" if of_tests else "Python outside tests"
+                yield f"has {lines} lines of {kind}, over {most}"
+    elif proposal.num_lines > RFC_LINES:
         yield f"changes {proposal.num_lines} lines; over {RFC_LINES} need an RFC"
 
 

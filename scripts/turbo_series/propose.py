@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from . import prove
+from . import operate, prove
 from .branch import base_ref, build_commits
 from .errors import SeriesError
 from .git import Git
@@ -102,6 +102,25 @@ def check(
     with prepared(series, proposal, Git(open_target(str(folder)).root), onto) as tree:
         prove.prove(proposal, tree, say)
     say(f"{name}: its tests fail without the change and pass with it")
+
+
+def apply_alone(series: Series, name: str, folder: Path, say: Say = print) -> None:
+    """Apply a proposal that is no entry of the series to a vLLM tree, and nothing else.
+
+    Args:
+        series: The series on whose release it is.
+        name: The proposal.
+        folder: A checkout, an unpacked sdist or a site-packages folder, not patched.
+        say: Takes a line on each step.
+
+    Raises:
+        SeriesError: The proposal is an entry, or does not apply to the tree.
+
+    """
+    proposal = find_proposal(series, name)
+    if not proposal.added:
+        raise SeriesError(f"{name} is an entry of the series: use apply")
+    operate.apply(proposal.alone(series), open_target(str(folder)), say=say)
 
 
 def _refuse(proposal: Proposal) -> None:
@@ -195,9 +214,12 @@ def _find_entry(series: Series, proposal: Proposal, git: Git) -> tuple[str, str]
     refs = (f"refs/tags/v{version}", base_ref("turbo"), "HEAD")
     known = (ref for ref in refs if not git.run("rev-parse", "-q", ref).returncode)
     base = next(known, "HEAD")
-    # Entries that vLLM may take alone come before the files of the overlay.
-    end = series.patches.index(proposal.patch) + 1
-    first = replace(series, patches=series.patches[:end], overlay={})
+    if proposal.added:
+        first = proposal.alone(series)
+    else:
+        # Entries that vLLM may take alone come before the files of the overlay.
+        end = series.patches.index(proposal.patch) + 1
+        first = replace(series, patches=series.patches[:end], overlay={})
     try:
         return base, build_commits(first, git, base)[-1]
     except SeriesError as error:

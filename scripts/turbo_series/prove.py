@@ -29,6 +29,7 @@ _SETTINGS = (
     "import json, vllm_turbo_cpu_standins.settings as s;"
     "print(json.dumps(s.engine_environment('v2')))"
 )
+PLUGINS = "-p vllm_turbo_cpu_standins.interpreter -p vllm_turbo_cpu_standins.varlen"
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
@@ -173,6 +174,9 @@ def prove(proposal: Proposal, tree: Git, say: Say) -> str:
     if not tests:
         raise SeriesError(f"{proposal.name} changes no test")
     variables = settings(user_python())
+    if proposal.added and variables:
+        # Its kernels and its backend are for a GPU.
+        variables["PYTEST_ADDOPTS"] = PLUGINS
     tree.out("restore", "--source=HEAD", "--worktree", "--", *code)
     try:
         before = run_tests(tree, tests, variables)

@@ -3,6 +3,7 @@
 """Proposals of a small series, on a checkout of the small vLLM; and the real ones."""
 
 import itertools
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,7 +15,14 @@ import trees
 from turbo_series import cli, propose, prove
 from turbo_series.errors import SeriesError
 from turbo_series.model import load_series
-from turbo_series.proposals import faults, find_waves, load_proposals, table
+from turbo_series.proposals import (
+    CODE_LINES,
+    TEST_LINES,
+    faults,
+    find_waves,
+    load_proposals,
+    table,
+)
 
 NAME = "raise-the-size"
 MESSAGE = f"""[Core] Raise the size
@@ -470,6 +478,80 @@ def test_a_folder_of_no_entry(work: Work) -> None:
         load_proposals(load_series(work.project))
 
 
+@pytest.fixture
+def alone(work: Work, monkeypatch: pytest.MonkeyPatch) -> Work:
+    """A proposal that is no entry: an edit, and files that it adds."""
+    # The small vLLM has no platforms.
+    monkeypatch.setattr(prove, "PLUGINS", "-p no:cacheprovider")
+    message = MESSAGE.replace("Guarded-By: ", "Overlay: **\nGuarded-By: ")
+    work.write_entry(EDIT, message=message)
+    entry = work.project / f"patches/{NAME}.patch"
+    entry.rename(work.folder / "wiring.patch")
+    (work.project / "patches/series").write_text("")
+    added = {
+        "files/vllm/turbo_new.py": "NEW = 1\n",
+        "files/tests/test_new.py": "from vllm.turbo_new import NEW\n\n\n"
+        "def test_new():\n    assert NEW\n",
+    }
+    trees.write_tree(work.folder, added)
+    return work
+
+
+def test_alone(alone: Work, tmp_path: Path) -> None:
+    """It is applied without the series, to a tree and as a branch."""
+    site = tmp_path / "site"
+    alone.git("worktree", "add", "-q", "--detach", str(site), "main")
+    assert cli.main(alone.project, ["pr", NAME, "--site", str(site)]) == 0
+    assert (site / "vllm/turbo_new.py").read_text() == "NEW = 1\n"
+    assert "SIZE = 2" in (site / "vllm/config/cache.py").read_text()
+    alone.git("worktree", "remove", "--force", str(site))
+    assert alone.run() == 0
+    changed = alone.git("diff", "--name-only", "main", NAME).split()
+    expected = ["tests/test_new.py", "vllm/config/cache.py", "vllm/turbo_new.py"]
+    assert changed == expected
+    assert "Overlay" not in alone.git("log", "-1", "--format=%B", NAME)
+
+
+@pytest.mark.parametrize(
+    ("path", "lines", "words"),
+    [
+        ("vllm/long.py", CODE_LINES, "lines of Python outside tests, over"),
+        ("tests/long.py", TEST_LINES, "lines of tests, over"),
+    ],
+)
+def test_alone_is_long(alone: Work, path: str, lines: int, words: str) -> None:
+    (one,) = load_proposals(load_series(alone.project))
+    assert faults(one) == []
+    trees.write_tree(alone.folder / "files", {path: "x = 1\n" * lines})
+    (one,) = load_proposals(load_series(alone.project))
+    assert any(words in fault for fault in faults(one))
+
+
+def test_site_is_for_no_entry(work: Work, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(work.project, ["pr", NAME, "--site", str(work.checkout)]) == 1
+    assert "is an entry of the series" in capsys.readouterr().err
+
+
+def test_alone_and_an_entry(alone: Work) -> None:
+    wiring = (alone.folder / "wiring.patch").read_text()
+    (alone.project / f"patches/{NAME}.patch").write_text(wiring)
+    (alone.project / "patches/series").write_text(f"{NAME}.patch\n")
+    with pytest.raises(SeriesError, match="is an entry of the series"):
+        load_proposals(load_series(alone.project))
+
+
+def test_first_turbo4_has_the_golden_bytes_of_the_series() -> None:
+    """All that it stores is stored so by the series."""
+    tests = "tests/kernels/turbo"
+    folder = trees.ROOT / "proposals/serve-a-turbo4-kv-cache-by-triton/files" / tests
+    overlay = trees.ROOT / "vllm_overlay" / tests
+    first = json.loads((folder / "golden.json").read_text())
+    golden = json.loads((overlay / "formats/golden.json").read_text())
+    assert first
+    for layout, bytes_of in first.items():
+        assert bytes_of == {name: golden[layout][name] for name in bytes_of}
+
+
 def test_real_proposals() -> None:
     """All entries of vLLM's own code have one, which is ready as far as text says."""
     series = load_series(trees.ROOT)
@@ -481,4 +563,5 @@ def test_real_proposals() -> None:
     )
     names = {patch.name.removesuffix(".patch") for patch in fixes}
     ours = "add-the-turbo-cache-dtypes"
-    assert names - {ours} == {each.name for each in proposals}
+    entries = {each.name for each in proposals if not each.added}
+    assert names - {ours} == entries
