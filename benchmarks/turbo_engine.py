@@ -26,6 +26,7 @@ turbo_kernel, `turbo4:window` turbo_window, which is otherwise 0, and `fp8:FLASH
 the attention backend. `turbo4:defaults` has the recent window and K's means, which are
 otherwise off. Means need a checkpoint (random_checkpoint.py): `--model FOLDER
 --engine-args '{"load_format": "auto", "skip_tokenizer_init": false}'`.
+`turbo4:first` is for a vLLM with the first turbo4 alone: `series.py pr --site`.
 `nvfp4` selects FlashInfer by itself and needs it installed, with
 nvcc and ninja, because kernels are compiled at the first start. vLLM forces
 FlashAttention 2 on its own turboquant dtypes. If that is not installed, --site-copy
@@ -64,6 +65,8 @@ ATTENTION_OPTIONS: dict[str, dict[str, str]] = {
     "window": {"turbo_window": "auto"},
     "defaults": {"turbo_window": "auto", "turbo_means": "auto"},
 }
+# The option for the first turbo4, which has none of these.
+FIRST = "first"
 FORCED_VERSION = "attention_config.flash_attn_version = 2\n"
 WARM_UP_PROMPTS = 2
 WARM_UP_TOKENS = 12288
@@ -114,7 +117,7 @@ class Engine:
         }
         if option.isupper():
             options["attention_backend"] = option
-        elif cache_dtype in TURBO_DTYPES:
+        elif cache_dtype in TURBO_DTYPES and option != FIRST:
             attention: dict[str, Any] = {"turbo_window": 0, "turbo_means": "off"}
             attention |= ATTENTION_OPTIONS.get(option, {})
             options["attention_config"] = attention
