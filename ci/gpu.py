@@ -99,8 +99,9 @@ def passes_with_log(
 
 
 def in_turn(commands: Commands, args: list[str]) -> bool:
+    """Runs all commands, also those behind one that fails."""
     first, *others = commands
-    return passes([*first, *args]) and all(passes(command) for command in others)
+    return all([passes([*first, *args]), *map(passes, others)])
 
 
 def kernels(commands: Commands, args: list[str]) -> bool:
