@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from attention import LabModel
-from mean_arms import Arm, arms
+from mean_arms import SERVED, Arm, arms
 from means import (
     FIRST_TOKENS,
     build_parser,
@@ -128,6 +128,21 @@ def test_tables_leave_the_first_tokens_alone(lab: LabModel):
     layer_cache(own, arm, means.value[0], means.first_value[0]).value(value)
     assert torch.equal(stored[0][:, :7], value[:, :7])
     assert torch.allclose(stored[0][:, 7:], value[:, 7:] - means.value[0])
+
+
+def test_a_share_of_the_mean_is_beside_the_bias(lab: LabModel):
+    means = means_of(lab, random_texts(1))
+    cos, sin = rope(lab, LENGTH)
+    bias, half, whole = (
+        key_tables(replace(SERVED, key="32", share=x), means, cos, sin)
+        for x in (0, 0.5, 1)
+    )
+    unmoved = key_tables(Arm(), means, cos, sin)
+    for i, table in enumerate(half):
+        assert torch.equal(bias[i][:, 1:], unmoved[i][:, 1:])
+        assert torch.allclose(2 * table[:, 1:], (bias[i] + whole[i])[:, 1:], atol=1e-6)
+        assert torch.equal(table[:, 0], means.first_key[i])
+    assert replace(SERVED, share=0.5).name != SERVED.name
 
 
 @pytest.mark.parametrize("value", [False, True])

@@ -18,6 +18,8 @@ class Arm:
     Attributes:
         key: The part of K that is taken off: ``none``, ``exact``, ``constant``, or the
             length of segments.
+        share: The part of K's mean that is taken off, beside the whole bias of K. The
+            first token's own mean is taken off whole.
         value: Whether V's mean is taken off.
         first: The first token whose K has its mean taken off.
         first_value: The first token whose V has its mean taken off.
@@ -30,6 +32,7 @@ class Arm:
     """
 
     key: str = "none"
+    share: float = 1.0
     value: bool = False
     first: int = 16
     first_value: int = 16
@@ -45,6 +48,8 @@ class Arm:
         sides = [] if self.key == "none" else [f"K ({of_key})"]
         sides += ["V"] if self.value else []
         words = [" and ".join(sides) or "nothing"]
+        if self.share != 1:
+            words.append(f"{self.share:g} of K's mean")
         if self.first != 16:
             words.append(f"K's from token {self.first} on")
         if self.first_value != 16:
@@ -62,6 +67,7 @@ class Arm:
 
 KEY = Arm("2048")
 BOTH = replace(KEY, value=True)
+SERVED = Arm("2048", first=1, own_first="K")
 
 
 def kept_apart(arm: Arm, count: int, bits: int = 8) -> Arm:

@@ -22,13 +22,12 @@ from dataclasses import replace
 import torch
 from attention import Cache, LabModel, Reading
 from long_means import heads_of, offsets, share_left
-from mean_arms import Arm
+from mean_arms import SERVED, Arm
 from means import Texts, build_text_parser, caches_of, means_of, rope, turn, write
 from report import page, table
 from variants import Variant, identity, preset
 
 WINDOW = 24
-SERVED = Arm("2048", first=1, own_first="K")
 EXACT = replace(SERVED, key="exact")
 KEPT = {"kept": 1, "own_first": ""}
 KEY_ARMS = {

@@ -20,7 +20,8 @@ from dataclasses import replace
 
 import torch
 from attention import Cache, LabModel
-from mean_rest import EXACT, SERVED, WINDOW
+from mean_arms import SERVED
+from mean_rest import EXACT, WINDOW
 from means import Texts, build_text_parser, caches_of, means_of, until, write
 from measure import Comparison, comparisons, paired
 from report import kl_cell, page

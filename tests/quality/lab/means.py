@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from attention import Cache, LabModel, Reading
 from key_offset_model import segment_means
-from mean_arms import MAIN, SEGMENTS, Arm, arms
+from mean_arms import MAIN, SEGMENTS, SERVED, Arm, arms
 from measure import compare
 from report import add_text_arguments, kl_cell, page, setting, write_results
 from variants import RoundTrip, Variant, as_fp8, identity, preset
@@ -171,6 +171,7 @@ def key_tables(
         if arm.key != "exact":
             tables = segment_means(tables, int(arm.key))
     for table, bias in zip(tables, biases):
+        table.lerp_(bias, 1 - arm.share)
         table[:, : arm.first] = bias[:, : arm.first]
     if "K" in arm.own_first:
         for table, own in zip(tables, means.first_key):
@@ -317,6 +318,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
         for w in WINDOWS
     }
     chosen = MAIN if args.main else list(arms(list(means)))
+    if args.shares:
+        chosen = [Arm(), *(replace(SERVED, share=x) for x in args.shares)]
     for name in args.presets:
         own = preset(name, lab.head_size, subtracts_mean=True)
         found = caches_of(lab, own, chosen, means, args.length)
@@ -372,6 +375,9 @@ def build_text_parser(description: str | None) -> argparse.ArgumentParser:
 def build_parser() -> argparse.ArgumentParser:
     parser = build_text_parser(__doc__)
     parser.add_argument("--main", action="store_true", help="the arms that decide")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, help="parts of K's mean, as served, alone"
+    )
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["turbo4"])
     parser.add_argument(
         "--calibrate",

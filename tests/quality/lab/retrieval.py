@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 from attention import Cache, LabModel, Reading
-from mean_arms import Arm
+from mean_arms import SERVED
 from means import PRESETS, Texts, build_text_parser, caches_of, means_of, write
 from measure import kl_divergence
 from report import kl_cell, page
@@ -46,7 +46,6 @@ from vocabulary import Vocabulary  # noqa: E402
 DEPTHS = (0.1, 0.5, 0.9)
 RIVALS = "rivals"
 WINDOW = 24
-ARM = Arm("2048", first=1, own_first="K")
 
 
 def makers(text: str) -> dict[str, Callable[[int, int], Case]]:
@@ -104,6 +103,23 @@ class Score:
         return {"kl": kl.mean().item(), "kl_error": error, "right": right}
 
 
+def with_shares(
+    lab: LabModel, texts: Texts, length: int, shares: list[float]
+) -> dict[str, Cache]:
+    """The caches by name that have so much of K's mean taken off."""
+    means = {"text": means_of(lab, [x.to(lab.device) for x in texts.others])}
+    arms = [replace(SERVED, share=x) for x in shares]
+    return {
+        f"{name}, {arm.share:g} of the mean": cache
+        for name in PRESETS
+        for arm in arms
+        for (_, window), cache in caches_of(
+            lab, preset(name, lab.head_size, subtracts_mean=True), [arm], means, length
+        ).items()
+        if window == WINDOW
+    }
+
+
 def as_served(lab: LabModel, texts: Texts, length: int) -> dict[str, Cache]:
     """The caches by name, for texts of at most ``length`` tokens."""
     means = {"text": means_of(lab, [x.to(lab.device) for x in texts.others])}
@@ -112,8 +128,8 @@ def as_served(lab: LabModel, texts: Texts, length: int) -> dict[str, Cache]:
     found |= {x: Cache(shipped(x, lab), Reading(window=1)) for x in UPSTREAM}
     own = [preset(x, lab.head_size, subtracts_mean=True) for x in PRESETS]
     for each in own + [two_bits(x, lab.head_size) for x in KEYS]:
-        caches = caches_of(lab, each, [ARM], means, length)
-        found[each.name] = caches[ARM.name, WINDOW]
+        caches = caches_of(lab, each, [SERVED], means, length)
+        found[each.name] = caches[SERVED.name, WINDOW]
     return found
 
 
@@ -130,10 +146,16 @@ def answers(lab: LabModel, prompt: Prompt, cache: Cache, rival: bool) -> torch.T
 def measure(args: argparse.Namespace) -> list[dict]:
     lab = LabModel(args.model, args.device)
     texts = Texts(args.model, args.text, 0, args.others, args.length)
-    caches = as_served(lab, texts, args.length)
+    caches = (
+        with_shares(lab, texts, args.length, args.shares)
+        if args.shares
+        else as_served(lab, texts, args.length)
+    )
     vocabulary = Vocabulary(args.model)
     rows: dict[str, dict] = {name: {"cache": name} for name in caches}
-    for task, make in makers(HELD_OUT_TEXT.read_text(encoding="utf-8")).items():
+    tasks = makers(HELD_OUT_TEXT.read_text(encoding="utf-8"))
+    for task in args.tasks or tasks:
+        make = tasks[task]
         scores = {name: Score() for name in caches}
         rival = task == RIVALS
         count = args.rivals if rival else args.texts
@@ -171,6 +193,10 @@ def markdown(args: argparse.Namespace, rows: list[dict]) -> str:
 def main() -> None:
     parser = build_text_parser(__doc__)
     parser.add_argument("--rivals", type=int, default=16, help="cases with rivals")
+    parser.add_argument("--tasks", nargs="+", choices=makers(""), help="all by default")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, help="parts of K's mean, turbo dtypes alone"
+    )
     args = parser.parse_args()
     write("retrieval", args, measure(args), markdown)
 
