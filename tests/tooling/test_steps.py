@@ -74,6 +74,7 @@ def steps(tmp_path: Path) -> Run:
         (scripts / name).write_text(text)
     for name in ("python", "pre-commit"):
         _stub(tmp_path / ".venv/bin" / name, name)
+    _stub(tmp_path / "ci/first_turbo4.sh", "first_turbo4.sh")
     return _runner(scripts / "test.sh", tmp_path, PYTHON=sys.executable)
 
 
@@ -169,7 +170,8 @@ def test_series_step(steps: Run) -> None:
     step = calls.index(f"python ci/step.py {source}")
     assert any(" sdist " in call for call in calls[:step])
     del calls[step]
-    assert calls[-2] == f"python ci/vllm_hooks.py {source}"
+    assert calls[-3] == f"python ci/vllm_hooks.py {source}"
+    assert calls[-2] == f"first_turbo4.sh {source}"
     assert calls[-1].startswith(f"python ci/entries.py {source} ")
 
 
@@ -178,6 +180,7 @@ def test_series_step(steps: Run) -> None:
     ["env.py", "pre-commit", "index", "sdist", "lint --base", "import", "export"]
     + [
         "ci/vllm_hooks.py",
+        "first_turbo4.sh",
         "ci/step.py",
         "ci/entries.py",
         "tests/tooling",
@@ -193,9 +196,8 @@ def test_first_failure_ends_the_run(steps: Run, tmp_path: Path, broken: str) -> 
     # This one runs beside others.
     step = "ci/step.py"
     in_turn = [call for call in calls if step not in call]
-    assert (
-        "ci/vllm_hooks.py" in in_turn[-1] if broken == step else broken in in_turn[-1]
-    )
+    last = "first_turbo4.sh" if broken == step else broken
+    assert last in in_turn[-1]
     assert sum(broken in call for call in calls) == 1
     assert "all passed" not in said
     assert list((tmp_path / "tmp").iterdir()) == []
