@@ -152,6 +152,17 @@ def exact_means(folder: str, name: str) -> list[tuple[torch.Tensor, torch.Tensor
     return list(zip(*means))
 
 
+@torch.inference_mode()
+def exact_latent_means(folder: str) -> list[torch.Tensor]:
+    """Returns the mean of each layer's latents over a text, (D,), likewise."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = AutoTokenizer.from_pretrained(folder).encode(TEXT)[:MAX_TOKENS]
+    with recorded(model, "kv_a_layernorm") as latents:
+        model(torch.tensor([text]))
+    assert len(latents) == model.config.num_hidden_layers
+    return [each[0].mean(0) for each in latents]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_means_are_those_of_the_model(runs: Runs, name: str):
     """Also those of a pass in several steps, and with a bias of K."""
@@ -166,19 +177,12 @@ def test_means_are_those_of_the_model(runs: Runs, name: str):
             assert (found - mean).norm() < 5e-3 * mean.norm(), (index, part)
 
 
-@torch.inference_mode()
 def test_means_are_those_of_latents(runs: Runs):
     """The first token of a text has its share."""
-    folder = MLA["mla"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    text = AutoTokenizer.from_pretrained(folder).encode(TEXT)[:MAX_TOKENS]
-    with recorded(model, "kv_a_layernorm") as latents:
-        model(torch.tensor([text]))
-    assert len(latents) == model.config.num_hidden_layers
+    means = exact_latent_means(MLA["mla"])
     tensors = load_file(kept(runs.file("mla")))
-    assert len(tensors) == 3 * len(latents)
-    for index, each in enumerate(latents):
-        mean = each[0].mean(0)
+    assert len(tensors) == 3 * len(means)
+    for index, mean in enumerate(means):
         for part in ("first", "rest"):
             (found,) = tensors[f"model.layers.{index}.self_attn.attn.{part}"]
             assert (found - mean).norm() < 5e-3 * mean.norm(), (index, part)

@@ -3,7 +3,6 @@
 """Proposals of a small series, on a checkout of the small vLLM; and the real ones."""
 
 import itertools
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -538,18 +537,6 @@ def test_alone_and_an_entry(alone: Work) -> None:
     (alone.project / "patches/series").write_text(f"{NAME}.patch\n")
     with pytest.raises(SeriesError, match="is an entry of the series"):
         load_proposals(load_series(alone.project))
-
-
-def test_first_turbo4_has_the_golden_bytes_of_the_series() -> None:
-    """All that it stores is stored so by the series."""
-    tests = "tests/kernels/turbo"
-    folder = trees.ROOT / "proposals/serve-a-turbo4-kv-cache-by-triton/files" / tests
-    overlay = trees.ROOT / "vllm_overlay" / tests
-    first = json.loads((folder / "golden.json").read_text())
-    golden = json.loads((overlay / "formats/golden.json").read_text())
-    assert first
-    for layout, bytes_of in first.items():
-        assert bytes_of == {name: golden[layout][name] for name in bytes_of}
 
 
 def test_real_proposals() -> None:

@@ -109,15 +109,14 @@ def with_shares(
     """The caches by name that have so much of K's mean taken off."""
     means = {"text": means_of(lab, [x.to(lab.device) for x in texts.others])}
     arms = [replace(SERVED, share=x) for x in shares]
-    return {
-        f"{name}, {arm.share:g} of the mean": cache
-        for name in PRESETS
-        for arm in arms
-        for (_, window), cache in caches_of(
-            lab, preset(name, lab.head_size, subtracts_mean=True), [arm], means, length
-        ).items()
-        if window == WINDOW
-    }
+    found = {}
+    for name in PRESETS:
+        own = preset(name, lab.head_size, subtracts_mean=True)
+        caches = caches_of(lab, own, arms, means, length)
+        found |= {
+            f"{name}, {x.share:g} of the mean": caches[x.name, WINDOW] for x in arms
+        }
+    return found
 
 
 def as_served(lab: LabModel, texts: Texts, length: int) -> dict[str, Cache]:
