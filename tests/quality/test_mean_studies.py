@@ -8,16 +8,18 @@ from pathlib import Path
 import mean_rest
 import pytest
 import torch
+from across import across, query_directions
 from attention import Cache, Reading, two_source_attention
 from evaluate import answered
 from long_means import Head, offsets, share_left, spaced
 from mean_sides import STRETCH, by_stretch
-from means import turn
 from measure import Comparison
 from needle_model import MODEL_FOLDER, load_model
 from retrieval import Score, answers, makers, prompts
+from rotary import turn
 from tasks import HELD_OUT_TEXT
 from transformers import LlamaConfig, LlamaForCausalLM
+from variants import preset
 from vocabulary import Vocabulary
 
 HEAD_SIZE = 64
@@ -119,3 +121,60 @@ def test_answers_are_those_of_greedy_decoding():
     assert score.figures() == {"kl": 0, "kl_error": 0, "right": 0.5}
     first = answers(lab, prompt, exact, rival=True)
     assert torch.allclose(first, found[:1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name, gain", [("turbo4", 4.0), ("turbo3", 1.3)])
+def test_errors_lie_across_another_direction(name: str, gain: float):
+    """They hardly grow, and still lie across what is stored."""
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(2, 2, 500, HEAD_SIZE, generator=generator)
+    mean = torch.randn(2, 1, HEAD_SIZE, generator=generator)
+    own = preset(name, HEAD_SIZE, subtracts_mean=True)
+    wholes = []
+    for variant in (own, across(own, {"mean": mean.expand(2, 500, -1)})):
+        error = variant.round_trip(key, key, mean)[0] - key
+        length = error.norm(dim=-1)
+        cosines = [
+            ((error * x).sum(-1) / x.norm(dim=-1) / length)
+            .square()
+            .mean()
+            .sqrt()
+            .item()
+            for x in (key - mean, mean)
+        ]
+        wholes.append((length.mean().item(), *cosines))
+    (before, along, along_mean), (after, still, left) = wholes
+    assert gain * left < along_mean
+    assert still < along + 0.02
+    assert after < 1.02 * before
+
+
+def test_a_direction_of_no_length_changes_little():
+    own = preset("turbo4", HEAD_SIZE, subtracts_mean=True)
+    key = torch.randn(1, 1, 50, HEAD_SIZE, generator=torch.Generator().manual_seed(0))
+    zero = torch.zeros(1, 50, HEAD_SIZE)
+    stored = across(own, {"queries": zero}).round_trip(key, key, zero)[0]
+    expected = own.round_trip(key, key, zero)[0]
+    lengths = [(x - key).norm(dim=-1).mean() for x in (stored, expected)]
+    torch.testing.assert_close(*lengths, rtol=0.02, atol=0)
+
+
+def test_the_direction_of_queries():
+    """Queries that all look one way before RoPE give that way, of any sign."""
+    length, generator = 96, torch.Generator().manual_seed(0)
+    way = torch.nn.functional.normalize(
+        torch.randn(HEAD_SIZE, generator=generator), dim=0
+    )
+    cos, sin = tables_of(1e-3, length)
+    query = 5 * way + 0.1 * torch.randn(1, 4, length, HEAD_SIZE, generator=generator)
+    key = torch.randn(1, 2, length, HEAD_SIZE, generator=generator)
+
+    class Lab:
+        num_layers, device = 1, "cpu"
+
+        def log_probs(self, tokens: torch.Tensor, cache: Cache) -> None:
+            cache.recorded.append((key, key))
+            cache.recorded_queries.append((turn(query, cos, sin), 0.1))
+
+    (found,) = query_directions(Lab(), torch.zeros(1, length), cos, sin)
+    assert (found @ way).abs().min() > 0.99

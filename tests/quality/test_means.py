@@ -18,11 +18,10 @@ from means import (
     key_tables,
     layer_cache,
     means_of,
-    rope,
-    turn,
     until,
 )
 from measure import compare
+from rotary import rope, turn
 from variants import Variant, identity, preset
 
 HEAD_SIZE = 64
@@ -79,7 +78,9 @@ def test_means_are_of_projections(tmp_path: Path):
             )
     found = means_of(lab, texts, first=5)
     for index in range(2):
-        keys, values = seen[index][::2], seen[index][1::2]
+        # Passes of other tokens follow.
+        whole = seen[index][: 2 * len(texts)]
+        keys, values = whole[::2], whole[1::2]
         for own, wanted in ((found.key, keys), (found.value, values)):
             mean = torch.cat([x[5:] for x in wanted]).mean(0, keepdim=True)
             assert torch.allclose(own[index], mean, atol=1e-4)

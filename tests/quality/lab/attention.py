@@ -90,6 +90,7 @@ class Cache:
         query: The rounding of queries, a key of QUERIES.
         means: (H, 1, D) a layer, the mean of its K on other text, or (H, T, D).
         recorded: If a list, K and V of each layer are appended to it.
+        recorded_queries: If a list, q of each layer and the scale of scores likewise.
         window: The variant that rounds all other tokens; None: none does.
 
     """
@@ -99,6 +100,9 @@ class Cache:
     query: str = "exact"
     means: Sequence[torch.Tensor] = ()
     recorded: list[tuple[torch.Tensor, torch.Tensor]] | None = field(
+        default=None, repr=False
+    )
+    recorded_queries: list[tuple[torch.Tensor, float]] | None = field(
         default=None, repr=False
     )
     window: Variant | None = None
@@ -214,6 +218,8 @@ class LabModel:
         cache, layer = self.cache, module.layer_idx
         if cache.recorded is not None:
             cache.recorded.append((key, value))
+        if cache.recorded_queries is not None:
+            cache.recorded_queries.append((query, scaling))
         variant = cache.layers[layer]
         stored = raw = key, value
         mean = cache.means[layer] if cache.means else None

@@ -17,7 +17,7 @@ from scalar import (
 
 from vllm.v1.attention.ops.turbo.format import Codebook
 from vllm.v1.attention.ops.turbo.reference import codec as reference_codec
-from vllm.v1.attention.ops.turbo.reference.codec import scale_floor, scale_values
+from vllm.v1.attention.ops.turbo.reference.levels import scale_floor, scale_values
 
 KMEANS_ROUNDS = 15
 # Steps of E5M3; every other one is an E5M2 number.

@@ -20,8 +20,9 @@ import torch
 from attention import Cache, LabModel
 from key_offset_model import segment_means
 from key_offsets import NUM_QUERIES, divergence
-from means import Texts, build_text_parser, means_of, rope, turn, write
+from means import Texts, build_text_parser, means_of, write
 from report import page
+from rotary import rope, turn
 from variants import preset
 
 CONTEXTS = (8192, 131072)

@@ -20,6 +20,10 @@ class Arm:
             length of segments.
         share: The part of K's mean that is taken off, beside the whole bias of K. The
             first token's own mean is taken off whole.
+        across: The directions that errors of K lie across, ``mean`` and ``queries``,
+            beside the key's own: see ``across``.
+        across_segment: The length of segments over which the queries' direction is
+            averaged when RoPE has turned it; 0: it is exact at each position.
         value: Whether V's mean is taken off.
         first: The first token whose K has its mean taken off.
         first_value: The first token whose V has its mean taken off.
@@ -33,6 +37,8 @@ class Arm:
 
     key: str = "none"
     share: float = 1.0
+    across: tuple[str, ...] = ()
+    across_segment: int = 0
     value: bool = False
     first: int = 16
     first_value: int = 16
@@ -50,6 +56,10 @@ class Arm:
         words = [" and ".join(sides) or "nothing"]
         if self.share != 1:
             words.append(f"{self.share:g} of K's mean")
+        if self.across:
+            exact = self.across_segment == 0 or "queries" not in self.across
+            form = "" if exact else f" (segments of {self.across_segment})"
+            words.append(f"errors across {' and '.join(self.across)}{form}")
         if self.first != 16:
             words.append(f"K's from token {self.first} on")
         if self.first_value != 16:
@@ -68,6 +78,20 @@ class Arm:
 KEY = Arm("2048")
 BOTH = replace(KEY, value=True)
 SERVED = Arm("2048", first=1, own_first="K")
+
+
+def served(
+    shares: list[float], sets: list[tuple[str, ...]], segments: list[int]
+) -> list[Arm]:
+    """Arms as served, but for the part of K's mean, and what errors lie across."""
+    found = [
+        replace(SERVED, share=share, across=names, across_segment=segment)
+        for share, names, segment in product(shares, sets, segments)
+    ]
+    # Segments are of queries' directions alone.
+    return [
+        x for x in found if "queries" in x.across or x.across_segment == segments[0]
+    ]
 
 
 def kept_apart(arm: Arm, count: int, bits: int = 8) -> Arm:

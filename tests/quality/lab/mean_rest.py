@@ -23,8 +23,9 @@ import torch
 from attention import Cache, LabModel, Reading
 from long_means import heads_of, offsets, share_left
 from mean_arms import SERVED, Arm
-from means import Texts, build_text_parser, caches_of, means_of, rope, turn, write
+from means import Texts, build_text_parser, caches_of, means_of, write
 from report import page, table
+from rotary import rope, turn
 from variants import Variant, identity, preset
 
 WINDOW = 24

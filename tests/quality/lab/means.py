@@ -25,11 +25,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from across import WEIGHTS, across, query_directions
 from attention import Cache, LabModel, Reading
 from key_offset_model import segment_means
-from mean_arms import MAIN, SEGMENTS, SERVED, Arm, arms
+from mean_arms import MAIN, SEGMENTS, Arm, arms, served
 from measure import compare
 from report import add_text_arguments, kl_cell, page, setting, write_results
+from rotary import at_positions, rope, turn
 from variants import RoundTrip, Variant, as_fp8, identity, preset
 from window_rows import rotated
 from windows import HELD_OUT, MODEL, SEPARATOR, Vocabulary, cut
@@ -55,6 +57,7 @@ class Means:
         bias: (H, D) a layer, K's bias, which is a part of its mean, or zeros.
         first_key: (H, D) a layer, of K of a sequence's first token.
         first_value: (H, D) a layer, of V of a sequence's first token.
+        query: (H, D) a layer, the direction of queries: see ``query_directions``.
 
     """
 
@@ -64,34 +67,7 @@ class Means:
     bias: list[torch.Tensor]
     first_key: list[torch.Tensor]
     first_value: list[torch.Tensor]
-
-
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, -1)
-    return torch.cat([-high, low], -1)
-
-
-@torch.inference_mode()
-def rope(lab: LabModel, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each position, (T, D) fp32, with halves of pairs apart.
-
-    Raises:
-        ValueError: If the model has no such RoPE for whole heads.
-
-    """
-    rotary = getattr(lab.model.model, "rotary_emb", None)
-    if rotary is None:
-        raise ValueError(f"{lab.model.config.model_type} has no RoPE for whole heads")
-    positions = torch.arange(num_tokens, device=lab.device)[None]
-    cos, sin = rotary(torch.zeros(1, device=lab.device), positions)
-    if cos.shape[-1] != lab.head_size:
-        raise ValueError("RoPE turns a part of a head")
-    return cos[0], sin[0]
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of (..., T, D); with ``-sin`` the way back."""
-    return x * cos + rotate_half(x) * sin
+    query: list[torch.Tensor]
 
 
 def means_of(lab: LabModel, texts: list[torch.Tensor], first: int = 16) -> Means:
@@ -125,7 +101,8 @@ def means_of(lab: LabModel, texts: list[torch.Tensor], first: int = 16) -> Means
     of_heads = [
         x * 0 if bias is None else bias.detach().view_as(x) for x, bias in pairs
     ]
-    return Means(key, turned, value, of_heads, *first_means(lab))
+    queries = query_directions(lab, texts[0], *rope(lab, texts[0].shape[1]))
+    return Means(key, turned, value, of_heads, *first_means(lab), queries)
 
 
 def first_means(lab: LabModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -138,13 +115,6 @@ def first_means(lab: LabModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     assert cache.recorded is not None
     keys, values = zip(*cache.recorded)
     return [x.mean((0, 2)) for x in keys], [x.mean((0, 2)) for x in values]
-
-
-def at_positions(
-    vectors: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
-) -> list[torch.Tensor]:
-    """Vectors of (H, D) at each position, (H, T, D)."""
-    return [turn(x[:, None], cos, sin) for x in vectors]
 
 
 def key_tables(
@@ -217,6 +187,23 @@ def layer_cache(
     )
 
 
+def directions_of(
+    arm: Arm,
+    means: Means,
+    tables: list[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> list[dict[str, torch.Tensor]]:
+    """The directions that errors of each layer's keys lie across: (H, T, D) by name."""
+    queries = at_positions(means.query, cos, sin)
+    if arm.across_segment:
+        queries = segment_means(queries, arm.across_segment)
+    return [
+        {name: {"mean": mean, "queries": query}[name] for name in arm.across}
+        for mean, query in zip(tables, queries)
+    ]
+
+
 def caches_of(
     lab: LabModel,
     own: Variant,
@@ -234,6 +221,9 @@ def caches_of(
         tables = [x[:, :length].clone() for x in key_tables(arm, own_means, cos, sin)]
         pairs = zip(own_means.value, own_means.first_value)
         layers = [layer_cache(own, arm, *pair) for pair in pairs]
+        if arm.across:
+            directions = directions_of(arm, own_means, tables, cos, sin)
+            layers = [across(*pair) for pair in zip(layers, directions)]
         for window in WINDOWS:
             cache = Cache(layers, Reading(window=window), means=tables)
             caches[arm.name, window] = cache
@@ -319,7 +309,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     }
     chosen = MAIN if args.main else list(arms(list(means)))
     if args.shares:
-        chosen = [Arm(), *(replace(SERVED, share=x) for x in args.shares)]
+        chosen = [Arm(), *served(args.shares, args.across, args.segments)]
     for name in args.presets:
         own = preset(name, lab.head_size, subtracts_mean=True)
         found = caches_of(lab, own, chosen, means, args.length)
@@ -372,12 +362,32 @@ def build_text_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def names_of_directions(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split("+"))) if text != "none" else ()
+    if unknown := set(names) - WEIGHTS.keys():
+        raise argparse.ArgumentTypeError(f"no direction {', '.join(sorted(unknown))}")
+    return names
+
+
+def add_across(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--across",
+        nargs="+",
+        type=names_of_directions,
+        default=[()],
+        help="with --shares, what errors lie across: none, mean, queries, queries+mean",
+    )
+    text = "tokens of a segment of the queries' direction; 0: exact"
+    parser.add_argument("--segments", nargs="+", type=int, default=[0], help=text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = build_text_parser(__doc__)
     parser.add_argument("--main", action="store_true", help="the arms that decide")
     parser.add_argument(
         "--shares", nargs="+", type=float, help="parts of K's mean, as served, alone"
     )
+    add_across(parser)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["turbo4"])
     parser.add_argument(
         "--calibrate",

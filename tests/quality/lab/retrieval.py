@@ -23,8 +23,16 @@ from typing import NamedTuple
 
 import torch
 from attention import Cache, LabModel, Reading
-from mean_arms import SERVED
-from means import PRESETS, Texts, build_text_parser, caches_of, means_of, write
+from mean_arms import SERVED, served
+from means import (
+    PRESETS,
+    Texts,
+    add_across,
+    build_text_parser,
+    caches_of,
+    means_of,
+    write,
+)
 from measure import kl_divergence
 from report import kl_cell, page
 from two_bits import KEYS, UPSTREAM, shipped, two_bits
@@ -104,18 +112,16 @@ class Score:
 
 
 def with_shares(
-    lab: LabModel, texts: Texts, length: int, shares: list[float]
+    lab: LabModel, texts: Texts, args: argparse.Namespace
 ) -> dict[str, Cache]:
     """The caches by name that have so much of K's mean taken off."""
     means = {"text": means_of(lab, [x.to(lab.device) for x in texts.others])}
-    arms = [replace(SERVED, share=x) for x in shares]
+    arms = served(args.shares, args.across, args.segments)
     found = {}
-    for name in PRESETS:
+    for name in args.presets:
         own = preset(name, lab.head_size, subtracts_mean=True)
-        caches = caches_of(lab, own, arms, means, length)
-        found |= {
-            f"{name}, {x.share:g} of the mean": caches[x.name, WINDOW] for x in arms
-        }
+        caches = caches_of(lab, own, arms, means, args.length)
+        found |= {f"{name}, {x.name}": caches[x.name, WINDOW] for x in arms}
     return found
 
 
@@ -146,7 +152,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     lab = LabModel(args.model, args.device)
     texts = Texts(args.model, args.text, 0, args.others, args.length)
     caches = (
-        with_shares(lab, texts, args.length, args.shares)
+        with_shares(lab, texts, args)
         if args.shares
         else as_served(lab, texts, args.length)
     )
@@ -196,6 +202,8 @@ def main() -> None:
     parser.add_argument(
         "--shares", nargs="+", type=float, help="parts of K's mean, turbo dtypes alone"
     )
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
+    add_across(parser)
     args = parser.parse_args()
     write("retrieval", args, measure(args), markdown)
 

@@ -13,7 +13,7 @@ import torch
 from turboquant import lloyd_max
 
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.reference.codec import scale_floor, scale_values
+from vllm.v1.attention.ops.turbo.reference.levels import scale_floor, scale_values
 
 # Scales tried, in steps of E5M3 from the group's largest magnitude rounded down.
 E5M3_OFFSETS = tuple(range(-3, 3))
