@@ -2,19 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Lowers the kernels of the first turbo4 to Triton's IR for an NVIDIA GPU.
 
-Triton's interpreter takes what its compiler refuses, such as a variable whose type
-changes in a loop. No GPU is needed. With --binary the kernels are compiled to the end,
-for compute capabilities 8.0 and 9.0, which takes minutes.
+No GPU is needed. With --binary the kernels are compiled to the end, for compute
+capabilities 8.0 and 9.0, which takes minutes.
 """
 
 import argparse
 from typing import Any
 
-from triton import backends, compile
-from triton._C.libtriton import ir
+from lowering import lower, pretend_to_have_a_gpu, source_of
+from triton import compile
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
 
 POINTERS = {
     **dict.fromkeys(("key_ptr", "value_ptr", "gathered_key_ptr"), "*bf16"),
@@ -60,47 +57,20 @@ def kernels(head_size: int) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     return found
 
 
-def lower(kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
-    """Make Triton's IR of a kernel."""
-    source = source_of(kernel, constants)
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    parsed = backend.parse_options(options)
-    functions = backend.get_codegen_implementation(parsed)
-    source.make_ir(target, parsed, functions, backend.get_module_map(), context)
-
-
-def source_of(kernel: Any, constants: dict[str, Any]) -> ASTSource:
-    names = kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else POINTERS.get(name, "i32")
-        for name in names
-    }
-    places = {(names.index(name),): value for name, value in constants.items()}
-    return ASTSource(kernel, signature, places, {})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--binary", action="store_true", help="compile to the end")
     binary = parser.parse_args().binary
-    # vLLM uses Triton only if exactly one driver is there, and asks the platform.
-    for name, backend in backends.backends.items():
-        backend.driver.is_active = staticmethod(lambda name=name: name == "nvidia")
-    from vllm.platforms import current_platform
-
-    type(current_platform).is_cuda = lambda self: True
+    pretend_to_have_a_gpu()
     for head_size in (64, 128, 256):
         for kernel, constants, options in kernels(head_size):
+            source = source_of(kernel, constants, POINTERS)
             if binary:
                 for capability in (80, 90):
                     target = GPUTarget("cuda", capability, 32)
-                    compile(source_of(kernel, constants), target, options)
+                    compile(source, target, options)
             else:
-                lower(kernel, constants, options)
+                lower(source, options)
             print(f"{kernel.__name__} of heads of {head_size}: lowered", flush=True)
 
 

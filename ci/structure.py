@@ -28,7 +28,12 @@ ALLOWED = {
     "triton": (*KERNELS, "triton"),
     "cuda": (*KERNELS, "cuda"),
     "reference": (*KERNELS, "reference"),
-    "planning": ("formats.tail_pages", "interface", "planning"),
+    "planning": (
+        "formats.output_scratch",
+        "formats.tail_pages",
+        "interface",
+        "planning",
+    ),
 }
 # The modules of a CPU's attention.
 IMPORT_THE_REFERENCE = (*BACKENDS, f"{TURBO}.reference")

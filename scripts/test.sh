@@ -96,6 +96,8 @@ kernels() {
     # CUDA's kernels, a few cases of them, on an emulated GPU.
     OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \
       -n logical --dist loadfile --durations=5 vllm_overlay/tests/kernels/turbo
+    # Triton's compiler refuses some of what its interpreter takes.
+    env -u TRITON_INTERPRET python ci/lower_stores.py
     # Every module that serving may ask for, on any GPU, is read by a compiler.
     OMP_NUM_THREADS=1 python -m pytest -q -n logical --dist worksteal tests/instances
   fi

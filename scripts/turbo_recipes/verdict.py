@@ -78,9 +78,12 @@ def is_packed(spec: AttentionSpec) -> bool:
     """Whether a layer's cache has TURBO's bytes, or TURBO_MLA's."""
     if not spec.kv_quant_mode.is_turbo:
         return False
-    is_mla = isinstance(spec, MLAAttentionSpec)
-    kind: type[TurboFormat | LatentFormat] = LatentFormat if is_mla else TurboFormat
-    layout = kind.from_cache_dtype(CACHE_DTYPE, spec.head_size)
+    layout: TurboFormat | LatentFormat
+    if isinstance(spec, MLAAttentionSpec):
+        layout = LatentFormat.from_cache_dtype(CACHE_DTYPE, spec.head_size)
+    else:
+        sizes = spec.head_size, getattr(spec, "head_size_v", None)
+        layout = TurboFormat.from_cache_dtype(CACHE_DTYPE, *sizes)
     return spec.state_content_bytes == layout.slot_size
 
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.keys import bias as key_bias
+from vllm.v1.attention.ops.turbo.keys import loading
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.serving.weight_updates import WeightUpdates
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -91,7 +92,7 @@ def nan_embedding(token: int) -> Change:
 
 def without_key_offset() -> Change:
     """Lets layers store K with the bias that the model adds to it."""
-    return patch.object(key_bias, "set_key_offsets", lambda model: None)
+    return patch.object(loading, "set_key_offsets", lambda model: None)
 
 
 def fixed_key_offset() -> Change:

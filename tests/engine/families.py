@@ -6,11 +6,13 @@ transformers writes them, under the names that its own checkpoints have. Their t
 mean nothing, but attention decides them: see `scripts/turbo_seeded/model.py`.
 """
 
+import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from turbo_seeded.model import write_tokenizer
@@ -19,6 +21,13 @@ WINDOW = 48
 SOFT_CAP = 4.0
 SLIDING = ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 128, 4, 2, 64
+# MiMo-V2's sizes, of full and, with a prefix, of windowed layers.
+MIMO = (
+    ("num_attention_heads", HEADS),
+    ("num_key_value_heads", KV_HEADS),
+    ("head_dim", 192),
+    ("v_head_dim", 128),
+)
 
 
 class Family(NamedTuple):
@@ -231,8 +240,68 @@ def seed_weights(model: nn.Module, family: Family, seed: int) -> None:
             tensor *= math.prod(x for part, x in family.factors.items() if part in key)
 
 
+def write_mimo(folder: Path, seed: int = 0) -> Path:
+    """Writes a dense MiMo-V2 as ``write_family`` does: K of 192 and V of 128.
+
+    Its windowed layers have attention sinks. The fields and names are those of the
+    published checkpoints, which transformers changes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    windowed = [int(kind[0] == "s") for kind in SLIDING]
+    config = common_config(write_tokenizer(folder)) | {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        **{f"{kind}{name}": size for kind in ("", "swa_") for name, size in MIMO},
+        "sliding_window": WINDOW,
+        "sliding_window_size": WINDOW,
+        "hybrid_layer_pattern": windowed,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "moe_layer_freq": [0] * len(windowed),
+        "n_routed_experts": 2,
+        "moe_intermediate_size": HIDDEN,
+        "partial_rotary_factor": 0.334,
+        "swa_rope_theta": 10000,
+        "attention_value_scale": 0.707,
+        "layernorm_epsilon": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    sizes = dict(MIMO)
+    queries, outputs = HEADS * sizes["head_dim"], HEADS * sizes["v_head_dim"]
+    keys, values = KV_HEADS * sizes["head_dim"], KV_HEADS * sizes["v_head_dim"]
+    shapes = {"model.embed_tokens": (config["vocab_size"], HIDDEN)}
+    shapes["lm_head"] = shapes["model.embed_tokens"]
+    weights = {"model.norm.weight": torch.ones(HIDDEN)}
+    for index, has_window in enumerate(windowed):
+        layer = f"model.layers.{index}"
+        for name, rows in (("q", queries), ("k", keys), ("v", values)):
+            shapes[f"{layer}.self_attn.{name}_proj"] = (rows, HIDDEN)
+        shapes[f"{layer}.self_attn.o_proj"] = (HIDDEN, outputs)
+        for name in ("gate", "up"):
+            shapes[f"{layer}.mlp.{name}_proj"] = (2 * HIDDEN, HIDDEN)
+        shapes[f"{layer}.mlp.down_proj"] = (HIDDEN, 2 * HIDDEN)
+        for name in ("input", "post_attention"):
+            weights[f"{layer}.{name}_layernorm.weight"] = torch.ones(HIDDEN)
+        if has_window:
+            sinks = torch.linspace(0, 5, HEADS)
+            weights[f"{layer}.self_attn.attention_sink_bias"] = sinks
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in shapes.items():
+        # The model has no norm of q.
+        factor = 0.15 if "q_proj" in name else 0.3
+        weights[f"{name}.weight"] = factor * torch.randn(shape, generator=generator)
+    stored = {name: weight.bfloat16() for name, weight in weights.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def write_family(folder: Path, name: str, seed: int = 0) -> Path:
     """Writes a model's config, weights and tokenizer into a folder, and returns it."""
+    if name == "mimo_v2":
+        return write_mimo(folder, seed)
     family = FAMILIES[name]
     folder.mkdir(parents=True, exist_ok=True)
     common = common_config(write_tokenizer(folder))

@@ -48,6 +48,8 @@ WAYS = {
     "cohere2": WINDOWED,
     "olmo3": WINDOWED,
     "granite": WINDOWED,
+    # K of 192 and V of 128, with attention sinks beside windows.
+    "mimo_v2": WINDOWED,
     "llama4": CHUNKED,
     # More of it is in test_mla.py.
     "deepseek_v2": Ways(64, scarce_blocks=14),
@@ -63,6 +65,7 @@ GROUPS = {
     "cohere2": 4,
     "olmo3": 4,
     "granite": 4,
+    "mimo_v2": 4,
     "llama4": 4,
     "deepseek_v2": 1,
     "lfm2": 2,

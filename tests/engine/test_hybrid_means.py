@@ -39,7 +39,7 @@ def test_means_are_those_of_the_model(runs: Runs, name: str):
     assert f"are taken off in {count} of {count} layers" in runs.line(name)
     assert len(runs.results[name]["key_offsets"]) == count
     found = load_file(runs.file(name))
-    assert len(found) == 3 * count
+    assert len(found) == 4 * count
     for part, means in zip(("first", "rest"), zip(*expected)):
         own = [found[key] for key in sorted(found) if key.endswith(f".{part}")]
         for each, mean in zip(own, means, strict=True):

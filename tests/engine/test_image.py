@@ -39,7 +39,8 @@ from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import Variant
 layout = TurboFormat.from_cache_dtype("turbo4", 128)
 for capability in (80, 90):
-    demand = Demand(4, 5, 48, capability, Variant(key_offset=True, tail=True))
+    variant = Variant(key_offset=True, tail=True, query_direction=True)
+    demand = Demand(4, 5, 48, capability, variant)
     for module in modules_for(FAMILIES, layout, demand, torch.device("cuda")):
         name = module_name(module.make(ARCHITECTURES[capability]), str(capability))
         print(module.name, find_built(name))

@@ -16,9 +16,12 @@ from harness import Call, Engine, mean_divergence, requests_of, run_job
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from turbo_quality.cases import HELD_OUT, MODEL
 
+from vllm.v1.attention.ops.turbo.keys.directions import NEWEST_TOKENS
 from vllm.v1.attention.ops.turbo.keys.means import MAX_TOKENS, first_tokens
+from vllm.v1.attention.ops.turbo.keys.run_pass import SLICE_TOKENS
 from vllm.v1.attention.ops.turbo.keys.text import TEXT
 
 # Models without and with a bias of K, and one whose K is normalised.
@@ -26,6 +29,8 @@ MODELS = {name: str(MODEL.with_name(f"needle-{name}")) for name in ("llama", "qw
 MODELS |= {"qwen3": str(MODEL)}
 # A model with MLA, whose latents have a mean.
 MLA = {"mla": str(MODEL.with_name("needle-deepseek-v3"))}
+# The layers whose directions are checked, which takes seconds each.
+DIRECTED = (1, 4)
 PROMPTS, PROMPT_TOKENS, MAX_NEW_TOKENS = 4, 400, 24
 CHUNKS = {"max_num_batched_tokens": 300, "enable_chunked_prefill": True}
 OFF = {"attention_config": {"turbo_means": "off"}}
@@ -163,13 +168,69 @@ def exact_latent_means(folder: str) -> list[torch.Tensor]:
     return [each[0].mean(0) for each in latents]
 
 
+@torch.inference_mode()
+def exact_directions(folder: str, name: str) -> dict[int, torch.Tensor]:
+    """Returns the first principal direction of the queries of `DIRECTED` layers, (H, D)
+    each, by Transformers in fp32.
+
+    Args:
+        folder: The model's folder.
+        name: The last part of the names of modules whose outputs are queries.
+
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    heads = model.config.num_key_value_heads
+    group = model.config.num_attention_heads // heads
+    text = AutoTokenizer.from_pretrained(folder).encode(TEXT)[:MAX_TOKENS]
+    with recorded(model, name) as queries:
+        attentions = model(torch.tensor([text]), output_attentions=True).attentions
+    first = (len(text) - 1) // SLICE_TOKENS * SLICE_TOKENS
+    assert len(queries) == len(attentions)
+    found = {}
+    for index in DIRECTED:
+        query, weights = queries[index], attentions[index]
+        # (H, query heads, T, D) and (H, query heads, T, keys), of the last slice.
+        query = query[0, first:].reshape(len(text) - first, heads, group, -1)
+        query = query.permute(1, 2, 0, 3)
+        weights = weights[0, :, first:].unflatten(0, (heads, -1))
+        moment = torch.zeros(())
+        for place in range(1, len(text) - NEWEST_TOKENS):
+            # Older queries are not NEWEST_TOKENS behind the key.
+            start = max(first, place + NEWEST_TOKENS) - first
+            away = torch.arange(first + start, len(text))[None] - place
+            cos, sin = model.model.rotary_emb(query, away)
+            own = query[:, :, start:]
+            turned = apply_rotary_pos_emb(own, own, cos, sin)[0]
+            turned = turned * weights[:, :, start:, place].sqrt()[..., None]
+            turned = turned.flatten(1, 2)
+            moment = moment + turned.mT @ turned
+        found[index] = torch.linalg.eigh(moment).eigenvectors[..., -1]
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_directions_are_those_of_the_model(runs: Runs, name: str):
+    """A cosine is smaller where a second direction has nearly as large a share."""
+    tensors = load_file(kept(runs.file(name)))
+    module = "q_norm" if name == "qwen3" else "q_proj"
+    expected = exact_directions(MODELS[name], module)
+    cosines = []
+    for index, directions in expected.items():
+        found = tensors[f"model.layers.{index}.self_attn.attn.direction"]
+        cosines.append((found * directions).sum(-1).abs())
+    assert torch.cat(cosines).min() > 0.9, cosines
+    assert torch.cat(cosines).median() > 0.999, cosines
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_means_are_those_of_the_model(runs: Runs, name: str):
     """Also those of a pass in several steps, and with a bias of K."""
     tensors = load_file(kept(runs.file(name)))
     expected = exact_means(MODELS[name], "k_norm" if name == "qwen3" else "k_proj")
     assert len(expected) == (8 if name == "qwen3" else 5)
-    assert len(tensors) == 3 * len(expected)
+    assert len(tensors) == 4 * len(expected)
     for index, pair in enumerate(expected):
         for part, mean in zip(("first", "rest"), pair):
             found = tensors[f"model.layers.{index}.self_attn.attn.{part}"]
@@ -181,7 +242,7 @@ def test_means_are_those_of_latents(runs: Runs):
     """The first token of a text has its share."""
     means = exact_latent_means(MLA["mla"])
     tensors = load_file(kept(runs.file("mla")))
-    assert len(tensors) == 3 * len(means)
+    assert len(tensors) == 4 * len(means)
     for index, mean in enumerate(means):
         for part in ("first", "rest"):
             (found,) = tensors[f"model.layers.{index}.self_attn.attn.{part}"]
@@ -195,6 +256,8 @@ def test_the_log_counts_layers(runs: Runs):
     assert "K offset: 5 of 5 layers" in runs.logs["qwen2"]
     words = r"of latents are taken off in 3 of 3 layers, and are \d+ to \d+ % as long"
     assert re.search(f"{words} as latents; measured", runs.line("mla"))
+    words = "Errors of K are orthogonal to where most queries look"
+    assert words in runs.line("llama") and words not in runs.line("mla")
     assert "latents' mean: 3 of 3 layers" in runs.logs["mla"]
 
 

@@ -20,9 +20,9 @@ SHARED = {
     ("triton/codec.py", "triton/codec.py"): "scale_value",
     ("triton/operands.py", "triton/codec.py"): "as_loaded",
     ("triton/operands.py", "triton/operands.py"): "_key_ptx _value_ptx _position",
-    ("triton/encode.py", "triton/encode.py"): (
-        "constants _magnitude _level_of _nearest_index _unbiasing_factor _product "
-        "_fold_sum"
+    ("triton/encode.py", "triton/encode.py"): "constants _fold_sum",
+    ("triton/encode.py", "triton/unbiased.py"): (
+        "magnitude_of _level_of nearest_index unbiasing_factor _product"
     ),
     ("triton/scales.py", "triton/scales.py"): (
         "exponent_of power_of_two unfold nearest_level round_to_integer "

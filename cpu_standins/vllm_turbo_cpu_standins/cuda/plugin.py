@@ -45,6 +45,8 @@ _SELECTED = re.compile(
     store\.py::test_partial_blocks\[(0|17)-cuda-4-turbo4\]
     |attention\.py::test_decodes\[raw-8-3-decode-turbo4-512\]
     |offset\.py::test_store\[(9-1|8-2|7-4)-bf16-turbo4-128\]
+    |direction\.py::test_bytes_equal.*\[True-(1-turbo4|2-k4v3|4-turbo3)-128\]
+    |direction\.py::test_directions_beside_tails\[4-True-turbo4-64\]
     |features\.py::test_decodes\[3-4-raw-decode-turbo4-128-offset-bf16\]
     |features\.py::test_extends\[7-stored-extend_mma-turbo4-128-offset-fp16\]
     |features\.py::test_extends\[33-stored-extend_wgmma-turbo4-128-offset-bf16\]

@@ -24,7 +24,9 @@ The turbo arms run the kernels that would be served, which are CUDA's if these c
 built. Their variants:
 
 * ``_triton``: always Triton's kernels.
-* ``_offset``: an offset is taken off K, as for models that add a bias to it.
+* ``_offset``: an offset is taken off K, as for models that add a bias to it;
+  ``_direction``: errors of K are orthogonal to a direction as well, which changes the
+  store alone.
 * ``_sliding``, ``_sliding128``: a query sees only the last 1024 or 128 tokens.
 * ``_window``: there is a full recent window; the gate attends without it.
 * ``_BLHNC``, ``_BHLNC``: other layers' pages lie between pages, or between heads.
@@ -96,14 +98,16 @@ ARMS: dict[str, Callable[..., Arm]] = {
         for dtype in TURBO_DTYPES
     },
     **{
-        f"{dtype}{kernels and f'_{kernels}'}_offset": partial(
+        f"{dtype}{kernels and f'_{kernels}'}_{table}": partial(
             TurboArm,
             cache_dtype=dtype,
             kernels=kernels or "auto",
             has_key_offset=True,
+            has_direction=table == "direction",
         )
         for dtype in TURBO_DTYPES
         for kernels in ("", "triton")
+        for table in ("offset", "direction")
     },
     **{
         f"{dtype}_{layout}": partial(TurboArm, cache_dtype=dtype, cache_layout=layout)

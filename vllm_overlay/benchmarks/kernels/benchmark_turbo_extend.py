@@ -111,7 +111,8 @@ class ExtendArm(TurboArm):
         has_key_offset: bool = False,
     ) -> None:
         from vllm.utils.platform_utils import num_compute_units
-        from vllm.v1.attention.ops.turbo.interface import OutputScratch, Partials
+        from vllm.v1.attention.ops.turbo.formats.output_scratch import OutputScratch
+        from vllm.v1.attention.ops.turbo.interface import Partials
         from vllm.v1.attention.ops.turbo.layer.flash import get_flash_attn
         from vllm.v1.attention.ops.turbo.planning import decode as planning
         from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan

@@ -219,6 +219,8 @@ class TurboArm(Arm):
         cache: The cache of another arm, to share; None for a new one.
         has_key_offset: Whether an offset is taken off K. The cache then holds keys
             without it.
+        has_direction: Whether errors of K are orthogonal to directions; only with an
+            offset.
         has_tail: Whether there is a tail.
         sliding_window: The most tokens that a query token sees; None for all.
         cache_layout: vLLM's name of the layout of layers' pages. Pages of other layers
@@ -237,6 +239,7 @@ class TurboArm(Arm):
         variant: tuple[int, int, int, int, int] | None = None,
         cache: torch.Tensor | None = None,
         has_key_offset: bool = False,
+        has_direction: bool = False,
         has_tail: bool = False,
         sliding_window: int | None = None,
         enable_pdl: bool = True,
@@ -248,9 +251,11 @@ class TurboArm(Arm):
         from vllm.v1.attention.ops.turbo.format import TurboFormat
         from vllm.v1.attention.ops.turbo.formats.tail_pages import TailUpdate
         from vllm.v1.attention.ops.turbo.interface import (
+            DIRECTION_SEGMENT,
             OFFSET_SEGMENT,
             KeyOffset,
             Partials,
+            QueryDirection,
             RotatedQuery,
             Variant,
         )
@@ -262,13 +267,15 @@ class TurboArm(Arm):
         self.cache = cache if cache is not None else self.make_pages(cache_layout)
         num_seqs, heads = len(batch.seq_lens), shape.num_heads
         group = heads // shape.num_kv_heads
-        source = TurboSource(
-            self.layout, group, variant=Variant(has_key_offset, has_tail)
+        variant_of_layer = Variant(
+            has_key_offset, has_tail, query_direction=has_direction
         )
+        source = TurboSource(self.layout, group, variant=variant_of_layer)
         self.kernels = choose_kernels(kernels, source)
         self.offsets = self.step_offset = None
+        self.directions = self.step_direction = None
         # By a sequence's number of tokens. Made before, as a graph cannot make them.
-        self.chunk_offsets: dict[int, KeyOffset] = {}
+        self.chunk_tables: dict[int, dict[str, Any]] = {}
         if has_key_offset:
             num_offsets = 1 + -(-batch.max_seq_len // OFFSET_SEGMENT)
             heads_and_size = (shape.num_kv_heads, shape.head_size)
@@ -279,6 +286,16 @@ class TurboArm(Arm):
             )
             starts = batch.query_start_loc()
             self.step_offset = KeyOffset(self.offsets, batch.seq_lens, starts)
+        if has_direction:
+            assert self.offsets is not None, "a direction without an offset"
+            num_directions = -(-batch.max_seq_len // DIRECTION_SEGMENT)
+            # Noise is about as long as the root of the head size.
+            self.directions = torch.randn(
+                num_directions, *heads_and_size, device=device, generator=generator
+            ).half()
+            self.step_direction = QueryDirection(
+                self.directions, batch.seq_lens, starts
+            )
         self.sliding_window = sliding_window
         self.tail = self.tail_update = None
         if has_tail:
@@ -374,16 +391,24 @@ class TurboArm(Arm):
     def write(
         self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        from vllm.v1.attention.ops.turbo.interface import KeyOffset, StoreCall
+        from vllm.v1.attention.ops.turbo.interface import (
+            KeyOffset,
+            QueryDirection,
+            StoreCall,
+        )
 
         num_tokens = len(slots)
-        if self.offsets is not None and num_tokens not in self.chunk_offsets:
+        if self.offsets is not None and num_tokens not in self.chunk_tables:
             bounds = torch.tensor([0, num_tokens], dtype=torch.int32).to(slots.device)
-            offset = KeyOffset(self.offsets, bounds[1:], bounds)
-            self.chunk_offsets[num_tokens] = offset
-        offset = self.chunk_offsets.get(num_tokens)
+            places = bounds[1:], bounds
+            tables: dict[str, Any] = {"key_offset": KeyOffset(self.offsets, *places)}
+            if self.directions is not None:
+                direction = QueryDirection(self.directions, *places)
+                tables["query_direction"] = direction
+            self.chunk_tables[num_tokens] = tables
         tokens = slots, key, value, self.layout
-        self.kernels.store(StoreCall(self.cache, *tokens, key_offset=offset))
+        tables = self.chunk_tables.get(num_tokens, {})
+        self.kernels.store(StoreCall(self.cache, *tokens, **tables))
 
     def store(self) -> None:
         from vllm.v1.attention.ops.turbo.interface import StoreCall
@@ -400,6 +425,7 @@ class TurboArm(Arm):
             self.scale,
             self.step_offset,
             self.tail_update,
+            self.step_direction,
         )
         self.kernels.store(call, **self.store_options)
 

@@ -14,15 +14,13 @@ from vllm.v1.attention.ops.turbo.cuda.decode_wgmma import DECODE_WGMMA
 from vllm.v1.attention.ops.turbo.cuda.extend_mma import EXTEND_MMA
 from vllm.v1.attention.ops.turbo.cuda.extend_wgmma import EXTEND_WGMMA, OUTPUTS
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import (
-    AttentionCall,
+from vllm.v1.attention.ops.turbo.formats.output_scratch import (
     OutputScratch,
-    Partials,
-    RotatedQuery,
     num_raw_tiles,
 )
-from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
+from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
+from vllm.v1.attention.ops.turbo.interface import AttentionCall, Partials, RotatedQuery
+from vllm.v1.attention.ops.turbo.reference.levels import power_of_two
 from vllm.v1.attention.ops.turbo.triton.decode import decode_attention
 
 from .kernel_under_test import (

@@ -21,7 +21,7 @@ from vllm.v1.attention.ops.turbo.interface import (
     Scoring,
     Tail,
 )
-from vllm.v1.attention.ops.turbo.reference.codec import power_of_two
+from vllm.v1.attention.ops.turbo.reference.levels import power_of_two
 
 
 def plain_attention(
@@ -37,11 +37,14 @@ def plain_attention(
     if not rotated:
         q, k, v = (x.to(dtype) for x in (query, key, value))
         return reference.attention(q, k, v, scale, **options)[0]
-    size = query.shape[2]
-    matrix = rotation_matrix(size, query.device, torch.float32) * size**-0.5
-    q, k, v = ((x.float() @ matrix).to(dtype) for x in (query, key, value))
+    of_keys, of_values = (
+        rotation_matrix(size, query.device, torch.float32) * size**-0.5
+        for size in (query.shape[2], value.shape[2])
+    )
+    q, k = ((x.float() @ of_keys).to(dtype) for x in (query, key))
+    v = (value.float() @ of_values).to(dtype)
     output, _ = reference.attention(q, k, v, scale, **options)
-    return (output.float() @ matrix.T).to(dtype)
+    return (output.float() @ of_values.T).to(dtype)
 
 
 def attention_of_rounded(

@@ -198,6 +198,7 @@ def make_impl(
     *,
     path: str | None = None,
     key_offset: torch.Tensor | None = None,
+    query_direction: torch.Tensor | None = None,
     **arguments: Any,
 ) -> TurboAttentionImpl:
     """The implementation of a layer.
@@ -208,6 +209,7 @@ def make_impl(
         num_kv_heads: KV heads; None: ``NUM_KV_HEADS``.
         path: The path that it takes: see ``set_path``; None: the device's.
         key_offset: (G, H, D) fp32, the offset of K by segment.
+        query_direction: (G, H, D) fp16, the direction of queries, likewise.
         arguments: Further arguments of the implementation.
 
     """
@@ -221,6 +223,7 @@ def make_impl(
     with set_current_vllm_config(config):
         impl = TurboAttentionImpl(**(defaults | arguments))
     impl.runner.set_key_offset(key_offset)
+    impl.runner.query_direction = query_direction
     if path is not None:
         set_path(impl, path)
     return impl
@@ -292,10 +295,13 @@ def variant_of(runner: TurboRunner) -> interface.Variant:
 
 def run_profile(impl: AttentionImpl) -> torch.Tensor:
     """Run a layer's profile run; return its output, which is zero."""
-    shape = (1, impl.num_heads, impl.head_size)
-    x = torch.full(shape, 7, dtype=impl.runner.shape.dtype, device=DEVICE)
-    output = impl.forward(None, x, x, x, None, None, x)
-    assert output is x
+    shape = impl.runner.shape
+    query, own = (
+        torch.full((1, impl.num_heads, size), 7, dtype=shape.dtype, device=DEVICE)
+        for size in (shape.head_size, shape.head_size_v)
+    )
+    output = impl.forward(None, query, query, own, None, None, own)
+    assert output is own
     return output
 
 

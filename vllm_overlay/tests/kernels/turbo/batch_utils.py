@@ -152,10 +152,15 @@ class Batch:
         slots.append(torch.full((PADDING,), -1, device=DEVICE))
         query_lens = [query for query, _ in requests]
         common = make_common(query_lens, seq_lens, table, torch.cat(slots))
-        heads = (impl.num_heads, impl.num_kv_heads, impl.num_kv_heads)
+        size, size_v = impl.head_size, impl.runner.layout.head_size_v
+        rows = (
+            (impl.num_heads, size),
+            (impl.num_kv_heads, size),
+            (impl.num_kv_heads, size_v),
+        )
         vectors = [
-            gaussian(len(common.slot_mapping), h, impl.head_size, dtype=dtype, seed=i)
-            for i, h in enumerate(heads, 1)
+            gaussian(len(common.slot_mapping), *row, dtype=dtype, seed=i)
+            for i, row in enumerate(rows, 1)
         ]
         return Batch(cache, table, common, *vectors, requests)
 
@@ -191,7 +196,8 @@ class Batch:
         q, k, v = (x[:num_tokens] for x in (self.query, self.key, self.value))
         if impl.runner.shares_cache:
             k = v = None
-        output = torch.full_like(self.query, 7)
+        size_v = impl.runner.layout.head_size_v
+        output = self.query.new_full((*self.query.shape[:2], size_v), 7)
         kernels = impl.runner.kernels
         if path == "torch":
             impl.runner.kernels = None

@@ -23,7 +23,6 @@ from vllm.v1.attention.ops.turbo.interface import (
     Scoring,
     offset_rows,
 )
-from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .attention_utils import (
@@ -41,17 +40,13 @@ from .utils import (
     INVALID_BLOCK,
     fill_cache,
     gaussian,
+    layout_id,
     load_context,
     make_block_table,
     new_cache,
     num_blocks_for,
     slots_of,
 )
-
-
-def layout_id(layout: TurboFormat | LatentFormat) -> str:
-    return f"{layout.name}-{layout.head_size}"
-
 
 LAYOUTS = [
     TurboFormat.from_cache_dtype(name, size)
@@ -181,10 +176,11 @@ class Sequences:
         self.num_heads = group * NUM_KV_HEADS
         heads = [self.num_heads, NUM_KV_HEADS, NUM_KV_HEADS]
         num_tokens = self.starts[-1] + (0 if self.is_uniform else PADDING)
-        qkv = gaussian(
-            num_tokens, sum(heads), layout.head_size, dtype=features.dtype, seed=7
-        )
-        self.query, self.key, self.value = qkv.split(heads, 1)
+        largest = max(layout.head_size, layout.head_size_v)
+        qkv = gaussian(num_tokens, sum(heads), largest, dtype=features.dtype, seed=7)
+        query, key, value = qkv.split(heads, 1)
+        self.query, self.key = (x[..., : layout.head_size] for x in (query, key))
+        self.value = value[..., : layout.head_size_v]
         for start, query_len, length in zip(self.starts, query_lens, seq_lens):
             # Rows of tokens that do not exist hold NaN, as padding may.
             qkv[start : start + max(query_len - length, 0)] = math.nan
@@ -274,9 +270,10 @@ class Sequences:
     def launch(self, with_raw: bool, num_splits: int = 8) -> Launch:
         """The arguments of an ``AttentionFn``, with NaN in scratch and output."""
         num_partials = len(self.seq_lens) * self.query_len * num_splits
-        shape = (num_partials, self.num_heads, self.layout.head_size)
+        shape = (num_partials, self.num_heads, self.layout.head_size_v)
         partial = torch.full(shape, math.nan, device=DEVICE)
-        output = torch.full(self.query.shape, math.nan, device=DEVICE).to(self.query)
+        shape = (*self.query.shape[:2], self.layout.head_size_v)
+        output = torch.full(shape, math.nan, device=DEVICE).to(self.query)
         raw = RawTokens(self.query, self.key, self.value, self.scoring.scale)
         cache, table = self.seen or (self.cache, self.table)
         lens, starts = ints(self.seq_lens), ints(self.starts)

@@ -102,9 +102,11 @@ class AttendingSequences(GrowingSequences):
             dtype = torch.float32 if self.is_cuda else self.dtype
         total, query_len = self.starts[-1], max(self.query_lens)
         query = self.query[:total]
-        shape = (len(self.lengths) * query_len * num_splits, *query.shape[1:])
+        result = (query.shape[1], self.layout.head_size_v)
+        shape = (len(self.lengths) * query_len * num_splits, *result)
         partial = torch.full(shape, math.nan, device=DEVICE)
-        output = torch.full(query.shape, math.nan, dtype=dtype, device=DEVICE)
+        shape = (query.shape[0], *result)
+        output = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
         offset = None
         if self.offset is not None:
             offset = OffsetScores(query, self.offset, self.scale)

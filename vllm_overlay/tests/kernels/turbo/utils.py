@@ -28,6 +28,7 @@ from vllm.v1.attention.ops.turbo.format import (
     KEY_CODEBOOKS,
     TURBO_PRESETS,
     VALUE_CODEBOOKS,
+    ScaleWords,
     TurboFormat,
 )
 from vllm.v1.attention.ops.turbo.interface import (
@@ -60,6 +61,12 @@ else:
     PAGES = list(zip(CACHE_LAYOUTS, (32, 48, 16)))
 # The block-table entry past a sequence's end, which no kernel may follow.
 INVALID_BLOCK = 2**30
+
+# Head sizes of K and V that differ. The first are a model's. V of 80 has an odd number
+# of groups, and more columns of a step than K of 128 and of 64.
+TWO_SIZES = [(192, 128), (128, 80), (64, 80)]
+UNEVEN = [TurboFormat.from_cache_dtype("turbo4", *sizes) for sizes in TWO_SIZES]
+UNEVEN += [TurboFormat.from_cache_dtype(x, 192, 128) for x in ("turbo3", "k4v3")]
 
 CAN_RUN_KERNELS = HAS_TRITON and (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1")
 requires_triton = pytest.mark.skipif(
@@ -129,12 +136,20 @@ class KernelUnderTest(NamedTuple):
     num_tokens: int = 0
 
 
+def layout_id(layout: Any) -> str:
+    """The part of a test's id for a layout, of K and V or of latents."""
+    own = f"{layout.name}-{layout.head_size}"
+    if getattr(layout, "is_even", True):
+        return own
+    return f"{own}-{layout.head_size_v}"
+
+
 def case_id(value: Any) -> str | None:
     """The part of a test's id for a dtype, a layout or a kernel; None for others."""
     if isinstance(value, torch.dtype):
         return {BF16: "bf16", FP16: "fp16", torch.float32: "fp32"}[value]
     if hasattr(value, "head_size"):
-        return f"{value.name}-{value.head_size}"
+        return layout_id(value)
     return getattr(value, "name", None)
 
 
@@ -266,9 +281,8 @@ def new_cache(
     ]
 
 
-def random_scales(*shape: int, layout: TurboFormat, seed: int) -> torch.Tensor:
+def random_scales(*shape: int, words: ScaleWords, seed: int) -> torch.Tensor:
     """Scale bytes of random vectors, (*shape, S): any finite scales, zero included."""
-    words = layout.scale_words
     shape = (*shape, words.num_words)
     base = random_bytes(*shape, 1, below=0xF8, seed=seed)
     delta = random_bytes(
@@ -286,8 +300,8 @@ def random_pages(
     """A cache of random codes and scales; every scale is finite."""
     shape = (num_blocks, num_kv_heads, block_size // 16)
     parts = [random_bytes(*shape, layout.key_scales_offset, seed=1)]
-    for seed in (2, 3):
-        scales = random_scales(*shape, 16, layout=layout, seed=seed)
+    for seed, words in ((2, layout.scale_words), (3, layout.scale_words_v)):
+        scales = random_scales(*shape, 16, words=words, seed=seed)
         parts.append(scales.flatten(-2))
     pages = torch.cat(parts, -1)
     return pages.view(num_blocks, num_kv_heads, block_size, layout.slot_size)
@@ -362,9 +376,12 @@ def fill_cache(
     num_kv_heads, block_size = kv_cache.shape[1:3]
     for row, length in enumerate(seq_lens):
         first = max(length - (num_stored or length), 0)
-        shape = (length - first, num_kv_heads, layout.head_size)
-        key = gaussian(*shape, dtype=dtype, seed=2 * row + 100)
-        value = gaussian(*shape, dtype=dtype, seed=2 * row + 101)
+        key, value = (
+            gaussian(length - first, num_kv_heads, size, dtype=dtype, seed=seed)
+            for seed, size in enumerate(
+                (layout.head_size, layout.head_size_v), 2 * row + 100
+            )
+        )
         slots = slots_of(block_table[row], first, length, block_size)
         reference.store(StoreCall(kv_cache, slots, key, value, layout))
 

@@ -41,7 +41,10 @@ Asked = list[tuple[CudaModule, torch.device]]
 # A GPU with only the kernels that every GPU has.
 CAPABILITY = 89
 OFFSET, CAP = Variant(key_offset=True), Variant(soft_cap=True)
-variants = pytest.mark.parametrize("variant", [PLAIN, OFFSET, CAP])
+# A pass of text finds an offset and a direction of queries.
+DIRECTION = OFFSET._replace(query_direction=True)
+VARIANTS = [PLAIN, OFFSET, CAP, DIRECTION]
+variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def set_capability(monkeypatch: pytest.MonkeyPatch, capability: int | None) -> None:
@@ -237,7 +240,7 @@ def test_modules_built_ahead_are_those_of_all_models(asked, monkeypatch, capabil
     monkeypatch.setattr(family, "shared_memory", lambda _: ARCHITECTURES[capability])
     for name, head_size in product(TURBO_PRESETS, SUPPORTED_HEAD_SIZES):
         layout = TurboFormat.from_cache_dtype(name, head_size)
-        for variant, group in product((PLAIN, OFFSET, CAP), range(1, 72, 5)):
+        for variant, group in product(VARIANTS, range(1, 72, 5)):
             if variant.soft_cap and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
                 continue
             kernels = cuda_kernels(layout)
@@ -251,16 +254,18 @@ def test_modules_built_ahead_are_those_of_all_models(asked, monkeypatch, capabil
 
 @pytest.mark.parametrize("name", TURBO_PRESETS)
 @pytest.mark.parametrize(
-    "head_size", [size for size in HEAD_SIZES if size not in SUPPORTED_HEAD_SIZES]
+    "sizes, words",
+    [((n,), str(n)) for n in HEAD_SIZES if n not in SUPPORTED_HEAD_SIZES]
+    + [((128, 64), "128 of K and 64 of V"), ((192, 128), "192 of K and 128 of V")],
 )
-def test_heads_that_triton_serves_have_no_module(name, head_size):
-    layout = TurboFormat.from_cache_dtype(name, head_size)
+def test_heads_that_triton_serves_have_no_module(name, sizes, words):
+    layout = TurboFormat.from_cache_dtype(name, *sizes)
     assert DECODE.unsupported_reason(layout, CAPABILITY)
     for make in (
         lambda: STORE.module(layout, None),
         lambda: DECODE.module(layout, 4, shared_bytes=SHARED_BYTES),
     ):
-        with pytest.raises(RuntimeError, match=f"head size {head_size} has no CUDA"):
+        with pytest.raises(RuntimeError, match=f"head size {words} has no CUDA"):
             make()
 
 
@@ -303,6 +308,15 @@ def test_a_variant_has_modules_of_its_own(asked, variant, suffix, shared):
     )
     assert plain & own == {shared}
     assert own - plain == {f"{x}{suffix}" for x in plain - own}
+
+
+def test_a_direction_has_a_store_of_its_own(asked):
+    without, with_one = (
+        [x.name for x in serving(LAYOUT, 1, 8, 48, variant=variant)]
+        for variant in (OFFSET, DIRECTION)
+    )
+    assert without[0] == "store turbo4_128_offset"
+    assert with_one == [f"{without[0]}_direction", *without[1:]]
 
 
 @pytest.mark.parametrize("has_key_offset", [False, True])

@@ -59,6 +59,13 @@ SCALE_WORDS = {
     512: (4, 4, 8, 3, 1),
 }
 
+# Sizes of K and V: each for both, and pairs.
+all_sizes = pytest.mark.parametrize(
+    "sizes",
+    [(size, size) for size in HEAD_SIZES] + [(192, 128), (64, 80), (112, 256)],
+    ids=str,
+)
+
 
 def test_every_preset_is_covered():
     assert set(SIZES) == set(TURBO_PRESETS)
@@ -68,6 +75,28 @@ def test_every_preset_is_covered():
 def test_bytes_per_token(name):
     layouts = [TurboFormat.from_cache_dtype(name, size) for size in HEAD_SIZES]
     assert tuple(layout.slot_size for layout in layouts) == SIZES[name]
+
+
+@pytest.mark.parametrize(
+    "name, expected", [("turbo4", 170), ("k4v3", 154), ("turbo3", 130)]
+)
+def test_bytes_per_token_of_two_sizes(name, expected):
+    """K of 192 and V of 128 take the bytes that each takes beside its equal."""
+    layout = TurboFormat.from_cache_dtype(name, 192, 128)
+    assert layout.slot_size == expected and not layout.is_even
+    keys, values = (TurboFormat.from_cache_dtype(name, size) for size in (192, 128))
+    assert layout.key_packed_size == keys.key_packed_size
+    assert layout.value_packed_size == values.value_packed_size
+
+
+def test_a_size_of_v_is_that_of_k_by_default():
+    layouts = (TurboFormat.from_cache_dtype("turbo4", 64, size) for size in (None, 64))
+    assert len({hash(layout) for layout in layouts}) == 1
+
+
+def test_unknown_head_size_of_v_names_the_way_out():
+    with pytest.raises(ValueError, match="turbo4.*not 160.*dtype fp8"):
+        TurboFormat.from_cache_dtype("turbo4", 192, 160)
 
 
 @all_presets
@@ -96,9 +125,9 @@ def check_addresses(layout, addresses: torch.Tensor, planes: tuple[str, ...]) ->
 
 
 @all_presets
-@all_head_sizes
-def test_tokens_share_no_byte(name, head_size):
-    layout = TurboFormat.from_cache_dtype(name, head_size)
+@all_sizes
+def test_tokens_share_no_byte(name, sizes):
+    layout = TurboFormat.from_cache_dtype(name, *sizes)
     keys, values = reference.tile_addresses(layout)
     assert keys.shape == (16, layout.key_packed_size)
     assert values.shape == (16, layout.value_packed_size)
@@ -158,14 +187,15 @@ def decode_by_contract(
     page: bytes, token: int, side: int, layout: TurboFormat
 ) -> list[float]:
     """One vector of a page, decoded by the docstring of TurboFormat."""
-    size = layout.head_size
-    units, scale_bytes = size // 8, -(-size // 32)
+    sizes = (layout.head_size, layout.head_size_v)
+    size, units = sizes[side], sizes[side] // 8
     bits = (layout.key_bits, layout.value_bits)
-    planes = [2 * size * bits[0], 2 * size * bits[1], 16 * scale_bytes]
+    scale_bytes = [-(-n // 32) for n in sizes]
+    planes = [2 * sizes[0] * bits[0], 2 * sizes[1] * bits[1], 16 * scale_bytes[0]]
     tile, n = divmod(token, 16)
     start = tile * 16 * layout.slot_size
     codes = start + sum(planes[:side])
-    scales = start + sum(planes[: side + 2]) + n * scale_bytes
+    scales = start + sum(planes[: side + 2]) + n * scale_bytes[side]
     codebook = (layout.key_codebook, layout.value_codebook)[side]
     result = []
     for r in range(size):
@@ -186,9 +216,9 @@ def decode_by_contract(
 
 
 @all_presets
-@all_head_sizes
-def test_load_follows_the_contract(name, head_size):
-    layout = TurboFormat.from_cache_dtype(name, head_size)
+@all_sizes
+def test_load_follows_the_contract(name, sizes):
+    layout = TurboFormat.from_cache_dtype(name, *sizes)
     pages = random_pages(layout, 2, 1, 32)
     page = bytes(pages[1].flatten().tolist())
     tokens = [0, 5, 15, 16, 31]

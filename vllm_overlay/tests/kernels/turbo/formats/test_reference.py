@@ -14,6 +14,7 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.format import (
+    HEAD_SIZES,
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
     Codebook,
@@ -27,6 +28,7 @@ from vllm.v1.attention.ops.turbo.reference.bytes import (
     unpack_codes,
     unpack_scales,
 )
+from vllm.v1.attention.ops.turbo.reference.levels import encode, trellis
 
 from ..utils import (
     ON_GPU,
@@ -152,7 +154,7 @@ def test_no_path_is_better(codebook):
     y = codec.by_group(gaussian(4, 64, seed=4)).cpu()
     scale = torch.tensor([0.5, 1.5, 2.0, 2.5])[:, None]  # by group, some too small
     unit = torch.ones_like(scale)
-    index, error = codec._trellis(y, scale, unit, codebook)
+    index, error = trellis(y, scale, unit, codebook)
     path = torch.arange(1 << 16)[:, None] >> torch.arange(16) & 1
     before = torch.nn.functional.pad(path, (2, 0))
     subset = 2 * (path ^ before[:, :-2]) + before[:, 1:-1]
@@ -185,7 +187,7 @@ def test_scales_have_least_error(codebook, head_size):
 
     def error(scale_codes: torch.Tensor) -> torch.Tensor:
         scale = codec.scale_values(scale_codes.to(torch.uint8))[..., None]
-        index, _ = codec._encode(grouped, scale, 1 / largest, codebook)
+        index, _ = encode(grouped, scale, 1 / largest, codebook)
         decoded = codec.levels_of(index, codebook) * scale
         errors = (grouped - decoded).double().square().sum(-1)
         return errors.unflatten(-1, shape)
@@ -314,13 +316,15 @@ def check_bytes_touched(
 
 
 @all_presets
-@all_head_sizes
-def test_store_touches_its_bytes_only(name, head_size):
+@pytest.mark.parametrize(
+    "sizes", [*((size, size) for size in HEAD_SIZES), (192, 128)], ids=str
+)
+def test_store_touches_its_bytes_only(name, sizes):
     """Store tokens of one page in one call; slot -1 and padding store nothing."""
-    layout = TurboFormat.from_cache_dtype(name, head_size)
+    layout = TurboFormat.from_cache_dtype(name, *sizes)
     buffer, caches = layer_caches(layout, 4, 2, 32)
     cache = caches[1]
-    key, value = gaussian(6, 2, head_size), gaussian(6, 2, head_size, seed=1)
+    key, value = (gaussian(6, 2, size, seed=n) for n, size in enumerate(sizes))
     slots = torch.tensor([3 * 32 + 17, 0, -1, 3 * 32 + 15], device=cache.device)
     touched = torch.zeros_like(buffer, dtype=torch.bool).cpu()
     region = cache.shape[2] * cache.shape[3]

@@ -74,8 +74,9 @@ def store_by_triton(call: StoreCall) -> None:
     triton_tail.update_tail(call.tail, *call[:5], call.key_offset)
 
 
-def small(name: str = "turbo4", head_size: int = 64) -> TurboFormat:
-    return TurboFormat.from_cache_dtype(name, head_size)
+def small(name: str = "turbo4", *sizes: int) -> TurboFormat:
+    """A layout of heads of 64, or of one or two other sizes."""
+    return TurboFormat.from_cache_dtype(name, *(sizes or (64,)))
 
 
 TORCH = KernelUnderTest("torch", store_by_torch, ())
@@ -94,7 +95,7 @@ def stores_and_layouts(
     cases += [
         (CUDA, layout)
         for layout in for_cuda or layouts
-        if layout.head_size in SUPPORTED_HEAD_SIZES
+        if layout.is_even and layout.head_size in SUPPORTED_HEAD_SIZES
     ]
     return by_kernel("store, layout", cases)
 
@@ -177,11 +178,11 @@ class GrowingSequences:
             order[:, 1:], (0, 1), value=INVALID_BLOCK
         )
         self.lengths = [0] * num_seqs
-        size = (max_blocks * block_size, num_kv_heads, layout.head_size)
-        self.keys = [
-            torch.zeros(size, dtype=dtype, device=DEVICE) for _ in self.lengths
-        ]
-        self.values = [torch.zeros_like(x) for x in self.keys]
+        tokens = (max_blocks * block_size, num_kv_heads)
+        self.keys, self.values = (
+            [torch.zeros(*tokens, size, dtype=dtype, device=DEVICE) for _ in order]
+            for size in (layout.head_size, layout.head_size_v)
+        )
         self.num_steps = 0
 
     @classmethod
@@ -220,9 +221,11 @@ class GrowingSequences:
         self.num_steps += 1
         self.query_lens, self.starts = query_lens, [0, *accumulate(query_lens)]
         # Two rows of padding, of which one has a slot.
-        shape = (self.starts[-1] + 2, sum(self.heads), self.layout.head_size)
+        sizes = self.layout.head_size, self.layout.head_size_v
+        shape = (self.starts[-1] + 2, sum(self.heads), max(sizes))
         qkv = gaussian(*shape, dtype=self.dtype, seed=self.num_steps)
-        self.query, self.key, self.value = qkv.split(self.heads, 1)
+        split = zip(qkv.split(self.heads, 1), (sizes[0], *sizes))
+        self.query, self.key, self.value = (x[..., :size] for x, size in split)
         if key is not None:
             self.key, self.value = key, value
         slots = []

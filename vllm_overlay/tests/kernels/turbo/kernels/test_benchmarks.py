@@ -21,6 +21,7 @@ DECODES = [
     "turbo4",
     "turbo4_triton",
     "turbo4_offset",
+    "turbo4_direction",
     "turbo4_BLHNC",
     "turbo4_BHLNC",
     "turbo4_window",

@@ -298,7 +298,8 @@ def test_ends_of_the_scales_of_values(layout, magnitude, codes):
     used = step.block_table[2, : 3000 // BLOCK_SIZE].long()
     plane = tiles[used, ..., layout.value_scales_offset :]
     scales = unpack_scales(
-        plane.unflatten(-1, (TILE_TOKENS, layout.scale_bytes)), layout.scale_words
+        plane.unflatten(-1, (TILE_TOKENS, layout.scale_words.num_bytes)),
+        layout.scale_words,
     )
     assert codes[0] <= scales.min() and scales.max() <= codes[1]
     for num_splits in (1, 16):

@@ -43,6 +43,7 @@ from ..utils import (
     KERNEL_CASES,
     ON_GPU,
     PACKINGS,
+    UNEVEN,
     all_pages,
     fill_cache,
     gaussian,
@@ -91,6 +92,7 @@ def cases(names: str, *rows: tuple[Any, ...]) -> pytest.MarkDecorator:
 @cases(
     "dtype, group",
     *((TRITON, layouts_of(TURBO_PRESETS, [n]), [x], [4]) for n, x in KERNEL_CASES),
+    (TRITON, UNEVEN, [FP16], [4]),
     (DECODE, LAYOUTS, [BF16, FP16], [4, 8, 16]),
 )
 def test_lengths(kernel, layout, dtype, group):

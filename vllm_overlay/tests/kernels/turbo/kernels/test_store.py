@@ -18,6 +18,7 @@ from ..utils import (
     FP16,
     KERNEL_CASES,
     PACKINGS,
+    UNEVEN,
     all_pages,
     by_kernel,
     gaussian,
@@ -46,9 +47,11 @@ STORED = [
     for size, dtype in KERNEL_CASES
     if name == "turbo4" or size == 128 or (dtype == FP16) == (size in FP16_SIZES)
 ]
+STORED += [(TRITON, layout, FP16) for layout in UNEVEN]
 # The rotation of queries does not depend on the codes.
 ROTATED = [(TRITON, layout_of("turbo4", size), dtype) for size, dtype in KERNEL_CASES]
 ROTATED += [(TRITON, layout_of(name, 128), BF16) for name in ("k4v3", "turbo3")]
+ROTATED += [(TRITON, layout, BF16) for layout in UNEVEN[:1]]
 # All strides use the same instance. With --dist loadgroup one process compiles it.
 STRIDED = [
     (TRITON._replace(marks=(*TRITON.marks, group)), layout_of(name, 80))
@@ -68,7 +71,7 @@ def test_bytes_equal_the_reference(kernel, layout, dtype):
     num_kv_heads = 2 if kernel is TRITON else 3
     shape = (num_tokens + 3, num_kv_heads, layout.head_size)
     key = vectors(shape, dtype, seed=1)
-    value = vectors(shape, dtype, seed=2).flip(0)
+    value = vectors((*shape[:2], layout.head_size_v), dtype, seed=2).flip(0)
     slots = random_slots(num_tokens, 2 * num_tokens)
     slots[[0, 13, num_tokens - 1]] = -1
     check_bytes(kernel, layout, key, value, slots)
@@ -141,7 +144,8 @@ def test_rotated_query(kernel, layout, dtype):
     query[3, 1, 2] = math.nan
     rotated = torch.full(query.shape, math.nan, dtype=torch.float16, device=DEVICE)
     query_scale = torch.full(query.shape[:2], math.nan, device=DEVICE)
-    call = StoreCall(expected_cache, random_slots(40, 48), key, key, layout)
+    value = key[..., : layout.head_size_v]
+    call = StoreCall(expected_cache, random_slots(40, 48), key, value, layout)
     reference.store(call)
     outputs = (query, RotatedQuery(rotated, query_scale), 0.3)
     kernel.launch(StoreCall(cache, *call[1:5], *outputs))

@@ -111,6 +111,8 @@ STORED = {
     small("k4v3", 192): BF16,
     small("turbo3", 256): BF16,
     small("turbo4", 512): FP16,
+    small("turbo4", 192, 128): FP16,
+    small("turbo4", 64, 80): BF16,
 }
 
 
@@ -122,7 +124,7 @@ def test_rows_hold_the_newest_tokens(store, layout):
     rows = scene.format.num_rows
     shape = (2 * rows + 13, NUM_KV_HEADS, layout.head_size)
     key = vectors(shape, dtype, seed=1)
-    value = vectors(shape, dtype, seed=2).flip(0)
+    value = vectors((*shape[:2], layout.head_size_v), dtype, seed=2).flip(0)
     lengths = [rows + 11, rows - 2]
     assert scene.step(lengths, key=key, value=value) == [0, 0]
     for row, length in enumerate(lengths):
@@ -159,7 +161,7 @@ def test_prefill_in_chunks(store, layout):
     assert scene.step([1, 2, 1]) == [4, 4, 4]
 
 
-@stores_and_layouts([small()], LAYOUTS)
+@stores_and_layouts([small(), small("turbo3", 192, 128)], LAYOUTS)
 @model_dtypes
 @pytest.mark.parametrize("with_offset", [False, True], ids=["plain", "offset"])
 def test_rows_and_counts(store, layout, dtype, with_offset):

@@ -40,6 +40,7 @@ def at_borders(
     [
         small(*x)
         for x in (("turbo4", 64), ("turbo3", 64), ("turbo4", 80), ("turbo3", 128))
+        + (("turbo4", 192, 128), ("turbo4", 64, 80))
     ]
 )
 @pytest.mark.parametrize("num_tokens", [0, 5, MAX_ROWS - 1])
@@ -78,7 +79,7 @@ def test_several_query_tokens(kernel, layout, contexts, query_lens):
     scene.check(num_splits=1)
 
 
-@kernels_with_tails([small(name, 128) for name in PACKINGS])
+@kernels_with_tails([*(small(name, 128) for name in PACKINGS), small("k4v3", 128, 80)])
 @with_offset
 def test_tail_of_the_whole_context(kernel, layout, with_offset):
     """No token is packed, so that the output is exact up to roundings to fp32. Kernels

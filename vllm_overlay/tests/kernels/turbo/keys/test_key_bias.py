@@ -27,6 +27,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.ops.turbo.keys import bias as key_bias
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.keys.loading import (
+    check_key_biases,
+    prepare_key_biases,
+)
 from vllm.v1.attention.ops.turbo.keys.offset import mean_rotary, mean_rotated
 
 from ..utils import BF16
@@ -232,6 +236,29 @@ def test_layers_with_a_soft_cap_have_none(config, log):
     (line,) = warnings_of(*modules, log=log)
     numbers = [module.attn.layer_name.split(".")[2] for module in (capped, target)]
     assert f"layers {', '.join(numbers)} of" in line
+
+
+def test_a_bias_that_was_not_read_is_refused(config):
+    """It is if no loader let it be read, unless the layer's offset has it."""
+    modules = [make_module(config) for _ in range(4)]
+    for module in modules[:3]:
+        load_biases(module.qkv_proj)
+    unread, measured, normalised, zero = modules
+    with set_default_torch_dtype(BF16):
+        normalised.k_norm = RMSNorm(HEAD_SIZE)
+    found_bias(zero).zero_()
+    measured.attn.impl.runner.set_key_offset(found_bias(measured)[None].float())
+    check_key_biases(nn.ModuleList(modules[1:]))
+    model = nn.ModuleList(modules)
+    number = key_bias.layer_number(unread.attn.layer_name)
+    with pytest.raises(ValueError, match=f"in layers {number} .*--load-format auto"):
+        check_key_biases(model)
+    # A layer that can have no offset was warned of when its bias was read.
+    runner = unread.attn.impl.runner
+    runner.scoring = runner.scoring._replace(soft_cap=50.0)
+    prepare_key_biases(model)
+    assert runner.scoring.key_offset is None
+    check_key_biases(model)
 
 
 def test_a_long_bias_with_an_offset_gets_no_warning(config, log):

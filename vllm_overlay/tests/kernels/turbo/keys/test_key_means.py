@@ -51,6 +51,7 @@ from .test_key_bias import (
 from .test_key_rotation import MODELS, POSITIONS, ROPES, transformers_model
 
 NUM_TEXT, NUM_FIRST = 40, 3
+MAX_MODEL_LEN = 1100
 NUM_TOKENS = NUM_TEXT + NUM_FIRST
 
 
@@ -198,7 +199,7 @@ def test_means_are_of_keys_that_are_turned_back(config, step):
 
 
 def test_without_rope_the_first_token_has_its_own_row():
-    means = LayerMeans(*(keys_of(3, 2)[:2]), torch.ones(2))
+    means = means_of(2)
     table = means.table(None)
     assert torch.equal(table, torch.stack([means.first, means.rest]))
     assert offset_rows(torch.tensor([0, 1, 9000]), table).tolist() == [0, 1, 1]
@@ -314,8 +315,10 @@ def test_first_tokens_differ(vocab_size):
 
 
 def means_of(num_heads: int = KV_HEADS, seed: int = 3) -> LayerMeans:
-    first, rest = gaussian(2, num_heads, HEAD_SIZE, seed=seed).float().cpu()
-    return LayerMeans(first, rest, 2 * rest.norm(dim=-1))
+    vectors = gaussian(3, num_heads, HEAD_SIZE, seed=seed).float().cpu()
+    first, rest, direction = vectors
+    direction = torch.nn.functional.normalize(direction, dim=-1)
+    return LayerMeans(first, rest, 2 * rest.norm(dim=-1), direction)
 
 
 def test_the_share_of_a_mean():
@@ -328,7 +331,7 @@ def test_the_share_of_a_mean():
 def set_tables(*modules: SelfAttention, means: key_means.Means | None = None):
     if means is None:
         means = {module.attn.layer_name: means_of() for module in modules}
-    return means_tables.set_tables(nn.ModuleList(modules), means)
+    return means_tables.set_tables(nn.ModuleList(modules), means, MAX_MODEL_LEN)
 
 
 def table(module: SelfAttention) -> torch.Tensor | None:
@@ -361,7 +364,8 @@ def test_another_bias_moves_the_means(config):
     module.rotary_emb = make_rotary(config)
     old = load_biases(module.qkv_proj)
     key_bias.set_key_offsets(module_list := nn.ModuleList([module]))
-    means_tables.set_tables(module_list, {module.attn.layer_name: means_of()})
+    found = {module.attn.layer_name: means_of()}
+    means_tables.set_tables(module_list, found, MAX_MODEL_LEN)
     before = table(module).clone()
     bias = module.attn.impl.runner.key_bias
     bias.set_offset(3 * old)

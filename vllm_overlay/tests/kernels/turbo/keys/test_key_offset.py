@@ -153,6 +153,8 @@ def test_a_cache_that_is_updated_alone_has_the_same_bytes(folder):
     """An update beside the forward pass knows the places of the step's tokens alone."""
     config = make_vllm_config(folder, "turbo4")
     impl = make_impl(config, key_offset=long_offset(), path=KERNELS[0])
+    direction = gaussian(3, NUM_KV_HEADS, HEAD_SIZE, dtype=FP16, seed=6)
+    impl.runner.query_direction = direction.to(DEVICE)
     requests = BORDERS["prefills at borders"]
     batch, updated = (batch_with_offset(impl, requests) for _ in range(2))
     metadata = batch.build(config, impl)
@@ -169,6 +171,9 @@ def test_a_cache_that_is_updated_alone_has_the_same_bytes(folder):
         update(metadata.slot_mapping.clone())
     update(metadata.slot_mapping)
     assert torch.equal(updated.cache, batch.cache)
+    impl.runner.query_direction = None
+    update(metadata.slot_mapping)
+    assert not torch.equal(updated.cache, batch.cache)
 
 
 def test_each_token_has_the_offset_of_its_place():

@@ -16,6 +16,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.keys import bias as key_bias
+from vllm.v1.attention.ops.turbo.keys.loading import prepare_key_biases
 from vllm.v1.attention.ops.turbo.keys.offset import (
     UnknownRotation,
     find_rotary,
@@ -299,7 +300,7 @@ def test_long_lags_get_a_warning(
     monkeypatch.setattr(rank_config.model_config, "max_model_len", max_model_len)
     bias = key_bias.find_key_bias(module.attn, module)
     bias.copy_(slow_bias(460).expand_as(bias))
-    key_bias.prepare_key_biases(nn.ModuleList([module]))
+    prepare_key_biases(nn.ModuleList([module]))
     number = module.attn.layer_name.split(".")[2]
     assert len(log.warnings) == has_warning
     for line in log.warnings:

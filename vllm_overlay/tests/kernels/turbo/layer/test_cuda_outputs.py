@@ -14,13 +14,9 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo import reference
 from vllm.v1.attention.ops.turbo.cuda import extend_mma, extend_wgmma
 from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.formats.output_scratch import OutputScratch
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_signs
-from vllm.v1.attention.ops.turbo.interface import (
-    AttentionCall,
-    OutputScratch,
-    StoreCall,
-    offset_rows,
-)
+from vllm.v1.attention.ops.turbo.interface import AttentionCall, StoreCall, offset_rows
 from vllm.v1.attention.ops.turbo.layer import runner as layer_runner
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
 from vllm.v1.attention.ops.turbo.layer.forward import forward

@@ -60,6 +60,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "sinks": (False, True),
     "soft cap": (False, True),
     "key offset": (False, True),
+    "query direction": (False, True),
     "recent window": (False, True),
     "shared cache": (False, True),
     "spans": (False, True),
@@ -100,6 +101,8 @@ ARGUMENTS: dict[str, str | None] = {
     "alibi_slopes": None,
     "attn_type": None,
     "unsupported": None,
+    # test_head_size_v.py has its cases.
+    "head_size_v": None,
 }
 # Decodes, a prefill with an image after context, one after few tokens, a first chunk.
 REQUESTS = [(1, 40), (1, 0), (20, 70), (5, 14), (33, 0)]
@@ -174,6 +177,7 @@ class Layer:
         sinks = 4 * gaussian(num_heads, seed=4)
         sinks[0] = float("-inf")
         offset = 0.5 * gaussian(2, num_kv_heads, case["head size"], seed=5)
+        direction = gaussian(2, num_kv_heads, case["head size"], dtype=FP16, seed=6)
         self.impl = impl = make_impl(
             self.config,
             num_heads,
@@ -181,6 +185,7 @@ class Layer:
             head_size=case["head size"],
             scale=case["head size"] ** -0.5,
             key_offset=offset if case["key offset"] else None,
+            query_direction=direction if case["query direction"] else None,
             sliding_window=17 if case["sees"] == "window" else None,
             sinks=sinks.to(case["dtype"]) if case["sinks"] else None,
             kv_sharing_target_layer_name=(
@@ -213,6 +218,23 @@ class Layer:
 
     def run(self) -> torch.Tensor:
         step = self.build()
+        expected = self.batch.cache.clone()
+        if not self.case["shared cache"]:
+            self.store(expected, step)
+        output = self.serve(step)
+        assert torch.equal(self.batch.cache, expected)
+        return output
+
+    def store(self, cache: torch.Tensor, step: Any) -> None:
+        """Store the step's tokens by the reference."""
+        runner, batch = self.impl.runner, self.batch
+        tokens = step.slot_mapping, batch.key, batch.value, runner.layout
+        offset = step.key_offset(runner.scoring.key_offset)
+        direction = step.query_direction(runner.query_direction)
+        call = StoreCall(cache, *tokens, key_offset=offset, query_direction=direction)
+        reference.store(call)
+
+    def serve(self, step: Any) -> torch.Tensor:
         if not self.case["recent window"]:
             return self.batch.run(self.impl, step, self.path)
         runner, batch = self.impl.runner, self.batch

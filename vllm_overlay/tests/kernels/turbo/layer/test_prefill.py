@@ -4,12 +4,13 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 from vllm.v1.attention.ops.turbo import reference
-from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.format import TURBO_PRESETS, TurboFormat
 from vllm.v1.attention.ops.turbo.formats.rotation import rotation_matrix
 from vllm.v1.attention.ops.turbo.interface import Scoring, StoreCall
 from vllm.v1.attention.ops.turbo.layer.flash import FlashAttn
@@ -27,12 +28,15 @@ from ..flash_utils import flash_attn_of_gpu, flash_attn_stand_in
 from ..utils import (
     DEVICE,
     FP16,
+    KERNEL_CASES,
+    UNEVEN,
     all_pages,
     all_presets,
     fill_cache,
     gaussian,
     kernel_cases,
     kernel_head_sizes,
+    layout_id,
     load_context,
     make_block_table,
     model_dtypes,
@@ -104,9 +108,11 @@ def gather(
     """Gather K and V, (T + 2, H, D), into buffers of NaN with two rows to spare."""
     from vllm.v1.attention.ops.turbo.triton.prefill import gather_context
 
-    shape = (sum(lens) + 2, cache.shape[1], layout.head_size)
-    key = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
-    value = torch.full_like(key, math.nan)
+    key, value = (
+        torch.full((sum(lens) + 2, cache.shape[1], size), math.nan, dtype=dtype)
+        for size in (layout.head_size, layout.head_size_v)
+    )
+    key, value = key.to(DEVICE), value.to(DEVICE)
     bounds = torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
     piece = CachedPiece(
         torch.tensor(starts, dtype=torch.int32, device=DEVICE),
@@ -117,11 +123,29 @@ def gather(
 
 
 @requires_triton
-@all_presets
-@kernel_head_sizes
-def test_gather_decodes_every_token(name, head_size):
+def test_isolate_broken_values_of_two_sizes():
+    from vllm.v1.attention.ops.turbo.triton.isolate import isolate_broken_values
+
+    key, value = gaussian(20, 2, 96, dtype=FP16), gaussian(20, 2, 64, dtype=FP16)
+    value[7, 1, 63] = math.inf
+    expected = key.clone(), value.clone()
+    expected[0][7, 1], expected[1][7, 1] = math.nan, 0
+    found = torch.zeros_like(key), torch.ones_like(value)
+    isolate_broken_values(key, value, *found)
+    for x, wanted in zip(found, expected):
+        assert torch.equal(x.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+GATHERED = [
+    TurboFormat.from_cache_dtype(name, size)
+    for name, size in product(TURBO_PRESETS, sorted({x for x, _ in KERNEL_CASES}))
+]
+
+
+@requires_triton
+@pytest.mark.parametrize("layout", GATHERED + UNEVEN, ids=layout_id)
+def test_gather_decodes_every_token(layout):
     """K is exact in fp16, and V has the error of its evaluation in fp16."""
-    layout = TurboFormat.from_cache_dtype(name, head_size)
     cache = random_pages(layout, 4, 2, 32)
     table = torch.tensor([[2, 0, 7], [3, 7, 7], [1, 7, 7]], device=DEVICE).int()
     starts, lens = [5, 0, 31], [59, 0, 1]
@@ -210,7 +234,8 @@ def check_prefill(
     group: int = 2,
 ) -> None:
     """Prefill a batch whose tokens are stored, and compare each request."""
-    block_size, num_kv_heads, size = 32, 2, layout.head_size
+    block_size, num_kv_heads = 32, 2
+    size, size_v = layout.head_size, layout.head_size_v
     seq_lens = [q + c for q, c in zip(query_lens, context_lens)]
     cache = new_cache(
         layout, num_blocks_for(seq_lens, block_size), num_kv_heads, block_size
@@ -220,7 +245,7 @@ def check_prefill(
     num_tokens = sum(query_lens)
     query = gaussian(num_tokens, num_kv_heads * group, size, dtype=dtype, seed=1)
     key = gaussian(num_tokens, num_kv_heads, size, dtype=dtype, seed=2)
-    value = gaussian(num_tokens, num_kv_heads, size, dtype=dtype, seed=3)
+    value = gaussian(num_tokens, num_kv_heads, size_v, dtype=dtype, seed=3)
     rows = [
         slots_of(table[row], context, length, block_size)
         for row, (context, length) in enumerate(zip(context_lens, seq_lens))
@@ -234,13 +259,14 @@ def check_prefill(
     num_buffered = buffered or 0
     assert (num_buffered > 0) == (stored or any(context_lens))
     assert num_buffered <= limits.slice_tokens
-    shape = LayerShape(num_kv_heads * group, num_kv_heads, size, dtype)
+    heads = num_kv_heads * group
+    shape = LayerShape.of_sizes(heads, num_kv_heads, size, size_v, dtype)
     specs = PrefillScratch.specs(shape, num_buffered, limits.piece_tokens)
     for flash_attn in flash_attns(size):
         buffers = [
             torch.full(each, math.nan, dtype=dtype, device=DEVICE) for each, _ in specs
         ]
-        output = torch.full_like(query, math.nan)
+        output = query.new_full((num_tokens, heads, size_v), math.nan)
         call = PrefillCall(
             query,
             key,
@@ -286,6 +312,15 @@ def test_prefill(name, stored, case):
     layout = TurboFormat.from_cache_dtype(name, 64)
     limits = PrefillLimits(*limits)
     check_prefill(layout, query_lens, context_lens, limits, stored, FP16)
+
+
+@requires_triton
+@pytest.mark.parametrize("layout", UNEVEN[:3], ids=layout_id)
+@pytest.mark.parametrize("stored", [False, True], ids=["raw", "stored"])
+def test_prefill_of_two_sizes(layout, stored):
+    """Prefix hits, a context of several pieces, and a first chunk beside them."""
+    limits = PrefillLimits(48, 48)
+    check_prefill(layout, [4, 9, 6], [70, 20, 0], limits, stored, FP16)
 
 
 @requires_triton

@@ -34,7 +34,7 @@ def random_latent_pages(
     # An encoder never writes -128.
     rope = codes[..., layout.rope_offset :]
     rope[rope == 0x80] = 0x81
-    scales = random_scales(*shape, 16, layout=layout, seed=2).flatten(-2)
+    scales = random_scales(*shape, 16, words=layout.scale_words, seed=2).flatten(-2)
     rope_scales = random_bytes(*shape, 16 * layout.rope_scale_bytes, below=0xF8, seed=3)
     pages = torch.cat([codes, scales, rope_scales], -1)
     return pages.view(num_blocks, block_size, layout.slot_size)

@@ -260,13 +260,13 @@ def test_layers_get_the_means_of_a_pass(folder):
     model = nn.ModuleList(nn.Sequential(layer) for layer in layers)
     assert [layer for layer, _ in attention_layers(model).values()] == layers
     mean = gaussian(1, 512, dtype=FP32, seed=1).cpu()
-    found = LayerMeans(mean, mean, 2 * mean.norm(dim=-1))
+    found = LayerMeans(mean, mean, 2 * mean.norm(dim=-1), torch.zeros_like(mean))
     means = {
         fine.layer_name: found,
         misfit.layer_name: LayerMeans(*(x.repeat(2, 1) for x in found)),
         broken.layer_name: found._replace(length=torch.full((1,), math.nan)),
     }
-    used, without = means_tables.set_tables(model, means)
+    used, without = means_tables.set_tables(model, means, 4096)
     assert used == {fine.layer_name: pytest.approx(0.5)}
     assert set(without) == {x.layer_name for x in (unseen, misfit, broken)}
     assert torch.equal(fine.impl.runner.mean.latent.cpu(), mean[0])

@@ -180,7 +180,7 @@ SPECS = {
     "sinks": (partial(make_spec, SinkFullAttentionSpec, sink_len=4), "SinkFull"),
     # PrefillPrefixLMAttention's, whose metadata have causal=False.
     "prefix LM": (partial(make_spec, non_causal=True), "non-causal"),
-    "other size of V": (partial(make_spec, head_size_v=32), "head_size_v 32 .*K, 64"),
+    "size of V": (partial(make_spec, head_size_v=32), "head_size_v 32 .*64, 80"),
     "pooled": (
         partial(make_spec, tokens_per_state=Fraction(1, 4)),
         "tokens_per_state 1/4",

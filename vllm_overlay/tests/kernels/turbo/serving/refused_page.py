@@ -95,7 +95,7 @@ CASES: dict[Reason, str] = {
     reasons.LAYER: (
         "attention layers of a model's own class, such as MiniMax-M3's and Inkling's"
     ),
-    reasons.SIZE_OF_V: "K and V of different sizes",
+    reasons.SIZE_OF_V: "sizes of V that have no rotation, beside K of another size",
     reasons.TOKENS_PER_STATE: "layers that pool tokens",
     reasons.NO_FLASH_ATTN: "builds of vLLM without FlashAttention, which prefills",
     reasons.CONNECTOR: (
@@ -104,6 +104,10 @@ CASES: dict[Reason, str] = {
     ),
     reasons.FUSED_OUTPUT: (
         "a caller of the layer that asks for quantised outputs, as no pass of vLLM does"
+    ),
+    reasons.UNREAD_BIAS: (
+        "a loader that does not process weights as vLLM does, such as that of "
+        "`--load-format tensorizer`, for a model with a bias of K and without K's means"
     ),
     reasons.FOREIGN_TOKENS: (
         "a caller that stores tokens other than the step's in a model with a bias of "
@@ -143,6 +147,9 @@ WAYS_OUT = {
         "none; nothing is lost on other GPUs"
     ),
     "head size <head_size> has no CUDA decode kernel": TRITON_SERVES,
+    "head size <head_size> of K and <head_size_v> of V has no CUDA decode kernel": (
+        TRITON_SERVES
+    ),
     "the CUDA kernels of MLA need an NVIDIA GPU": "none",
     "GPUs before compute capability 8.0 have no CUDA kernels of MLA": TRITON_SERVES,
     "the CPU platform runs PyTorch's operators": "leave `turbo_kernel` at `auto`",

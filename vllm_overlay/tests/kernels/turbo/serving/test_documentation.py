@@ -15,6 +15,7 @@ import regex as re
 import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -30,6 +31,7 @@ from vllm.v1.attention.ops.turbo.cuda.decode import DECODE
 from vllm.v1.attention.ops.turbo.cuda.family import by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.keys.bias import set_key_offsets
+from vllm.v1.attention.ops.turbo.keys.loading import check_key_biases
 from vllm.v1.attention.ops.turbo.latent.choose import LatentSource
 from vllm.v1.attention.ops.turbo.layer import launching
 from vllm.v1.attention.ops.turbo.layer.context_parallel import ContextParallel
@@ -141,10 +143,8 @@ def skip_no_layer(config: VllmConfig) -> None:
     check_layers({}, config)
 
 
-def add_key_bias(config: VllmConfig) -> None:
-    """Set a bias of K in a layer whose context ranks share."""
-    layer = make_layer(config)
-    layer.impl.runner.context_parallel = ContextParallel(RankGroup(Ranks(2), 0), 1)
+def with_key_bias(config: VllmConfig, layer: Attention) -> torch.nn.Module:
+    """A model of one layer, with a bias of K."""
     parent = torch.nn.Module()
     parent.attn = layer
     with set_current_vllm_config(config):
@@ -152,7 +152,14 @@ def add_key_bias(config: VllmConfig) -> None:
     parent.k_proj.bias = torch.nn.Parameter(torch.ones(128))
     model = torch.nn.Module()
     model.layer = parent
-    set_key_offsets(model)
+    return model
+
+
+def share_context_with_key_bias(config: VllmConfig) -> None:
+    """Set a bias of K in a layer whose context ranks share."""
+    layer = make_layer(config)
+    layer.impl.runner.context_parallel = ContextParallel(RankGroup(Ranks(2), 0), 1)
+    set_key_offsets(with_key_bias(config, layer))
 
 
 def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
@@ -190,7 +197,8 @@ def test_the_list_of_reasons_is_complete(config, tmp_path, monkeypatch):
             for change, arguments, _ in WITH_DCP.values()
         ),
         partial(make_pooled_impl, config),
-        partial(add_key_bias, config),
+        partial(share_context_with_key_bias, config),
+        lambda: check_key_biases(with_key_bias(config, make_layer(config))),
     ]
     reasons = [reason for call in calls for reason in reasons_of(call)]
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)

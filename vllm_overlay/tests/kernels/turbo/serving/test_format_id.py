@@ -76,13 +76,16 @@ def make_model(
     return config
 
 
-def specs_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
+def specs_of(
+    config: VllmConfig, model: nn.Module | None = None
+) -> dict[str, KVCacheSpec]:
     """The specs of the layers, as the worker reports them. There is no model to run."""
     config.attention_config.turbo_means = "off"
     worker = object.__new__(Worker)
     worker.vllm_config = config
     worker.model_runner = runner = object.__new__(GPUModelRunner)
     runner.vllm_config, runner.speculator = config, None
+    runner.model = nn.Module() if model is None else model
     return worker.get_kv_cache_spec()
 
 
@@ -97,6 +100,16 @@ def test_worker_tells_the_format(folder: Path):
     assert len(specs) == NUM_LAYERS
     groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
     assert kv_cache_format_id("turbo4", groups) == f"turbo4.{LAYOUT_VERSION}"
+
+
+def test_a_bias_that_no_loader_let_be_read(folder: Path):
+    """Some loaders process weights by themselves, or do not process them at all."""
+    config = make_vllm_config(folder)
+    with set_current_vllm_config(config), set_default_torch_dtype(BF16):
+        module = SelfAttention(config, 0)
+    load_biases(module.qkv_proj)
+    with pytest.raises(ValueError, match="in layers 0 .*--load-format auto"):
+        specs_of(config, nn.ModuleList([module]))
 
 
 def test_other_dtypes_have_no_id(folder: Path):

@@ -36,8 +36,12 @@ def make_means(seed: int = 0) -> Means:
     """The means of layers of different shapes."""
     found = {}
     for index, (heads, size) in enumerate(((2, 64), (4, 128))):
-        first, rest = gaussian(2, heads, size, seed=seed + index).float().cpu()
-        found[f"model.layers.{index}.attn"] = LayerMeans(first, rest, rest.norm(dim=-1))
+        vectors = gaussian(3, heads, size, seed=seed + index).float().cpu()
+        first, rest, direction = vectors
+        lengths = rest.norm(dim=-1)
+        found[f"model.layers.{index}.attn"] = LayerMeans(
+            first, rest, lengths, direction
+        )
     return found
 
 

@@ -42,8 +42,7 @@ UNSUPPORTED = [
     # MiMo-V2's layers name it. It took all quantised dtypes for FP8.
     (FlashAttentionDiffKVBackend, "int8_per_token_head"),
     (FlashAttentionDiffKVBackend, "turboquant_4bit_nc"),
-    (FlashAttentionDiffKVBackend, "turbo4"),
-    (TritonAttentionDiffKVBackend, "turbo4"),
+    (TritonAttentionDiffKVBackend, "turboquant_4bit_nc"),
     (TritonAttentionBackend, "turboquant_4bit_nc"),
 ]
 

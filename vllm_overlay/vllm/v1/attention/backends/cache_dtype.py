@@ -108,6 +108,25 @@ def own_backend(
     return None
 
 
+def backend_beside(
+    kv_cache_dtype: str | None, chosen: type[AttentionBackend] | None
+) -> type[AttentionBackend] | None:
+    """The backend that a model chose for a layer; None if the cache dtype selects one.
+
+    Models whose V has another head size than K choose one of vLLM's backends for two
+    sizes, whatever the dtype. The backend of a dtype of its own serves them as well.
+
+    Args:
+        kv_cache_dtype: The layer's cache dtype.
+        chosen: The model's choice; None if it made none.
+
+    """
+    if chosen is None or own_backend(kv_cache_dtype) is None:
+        return chosen
+    is_for_two_sizes = chosen.get_name() in ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
+    return None if is_for_two_sizes else chosen
+
+
 def select_own_backend(
     selected: AttentionBackendEnum | None, config: "AttentionSelectorConfig"
 ) -> type[AttentionBackend] | None:

@@ -107,7 +107,7 @@ class TurboAttentionBackend(TurboPagesBackend):
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_turbo:
             return spec
         layout = TurboFormat.from_cache_dtype(
-            spec.kv_quant_mode.name.lower(), spec.head_size
+            spec.kv_quant_mode.name.lower(), spec.head_size, spec.head_size_v
         )
         return replace(spec, state_content_bytes=layout.slot_size)
 
@@ -146,6 +146,7 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        head_size_v: int | None = None,
         **unsupported: object,
     ) -> None:
         vllm_config = get_current_vllm_config()
@@ -164,24 +165,28 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         if not is_turbo_cache_dtype(kv_cache_dtype):
             # The model chooses this layer's backend by the dtype of other layers.
             found.append(reasons.SKIPPED_POOLED_LAYER)
-        if not current_platform.is_cpu() and get_flash_attn(head_size) is None:
-            found.append(reasons.NO_FLASH_ATTN.of(head_size=head_size))
-        if sliding_window is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+        head_size_v = head_size if head_size_v is None else head_size_v
+        found += refusals.unsupported_value_size(head_size_v)
+        # A prefill may pad vectors of the smaller size.
+        largest = max(head_size, head_size_v)
+        if not current_platform.is_cpu() and get_flash_attn(largest) is None:
+            found.append(reasons.NO_FLASH_ATTN.of(head_size=largest))
+        if sliding_window is not None and largest > FLASH_ATTN_MAX_HEAD_SIZE:
             found.append(
                 reasons.SLIDING_WINDOW_OF_LARGE_HEADS.of(
-                    sliding_window=sliding_window, head_size=head_size
+                    sliding_window=sliding_window, head_size=largest
                 )
             )
-        if logits_soft_cap is not None and head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+        if logits_soft_cap is not None and largest > FLASH_ATTN_MAX_HEAD_SIZE:
             found.append(
                 reasons.SOFT_CAP_OF_LARGE_HEADS.of(
-                    logits_soft_cap=f"{logits_soft_cap:g}", head_size=head_size
+                    logits_soft_cap=f"{logits_soft_cap:g}", head_size=largest
                 )
             )
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             found += refusals.unsupported_with_dcp(
                 vllm_config,
-                head_size,
+                (head_size, head_size_v),
                 has_sliding_window=sliding_window is not None,
                 is_pooled=self.states_per_token != 1,
                 shares_cache=kv_sharing_target_layer_name is not None,
@@ -198,9 +203,12 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
+        layout = TurboFormat.from_cache_dtype(kv_cache_dtype, head_size, head_size_v)
         self.runner = TurboRunner(
-            LayerShape(num_heads, self.num_kv_heads, head_size, dtype),
-            TurboFormat.from_cache_dtype(kv_cache_dtype, head_size),
+            LayerShape.of_sizes(
+                num_heads, self.num_kv_heads, head_size, layout.head_size_v, dtype
+            ),
+            layout,
             Scoring(self.scale, sliding_window, sinks, logits_soft_cap),
             vllm_config,
             tail_choice(vllm_config, sliding_window, self.states_per_token),
@@ -255,11 +263,11 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
             layer: The layer, not read.
             query: (T, Hq, D), with padding in T.
             key: (T, H, D); None for a layer that reads another's cache.
-            value: (T, H, D), likewise.
+            value: (T, H, D of V), likewise.
             kv_cache: (num_blocks, H, N, C) uint8.
             attn_metadata: The metadata of the step; None in the profile run, which
                 reserves the workspace.
-            output: (T, Hq, D), written.
+            output: (T, Hq, D of V), written.
             output_scale: Must be None.
             output_block_scale: Must be None.
 
@@ -301,12 +309,14 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
         """Store K and V only, for callers that update the cache themselves.
 
         Raises:
-            NotImplementedError: If an offset is taken off K and the tokens are not
-                those of the forward pass, because their positions are unknown.
+            NotImplementedError: If K has an offset or a direction of queries and the
+                tokens are not those of the forward pass, because their positions are
+                unknown.
 
         """
-        offset = None
-        if self.runner.scoring.key_offset is not None:
+        table, directions = self.runner.scoring.key_offset, self.runner.query_direction
+        offset = direction = None
+        if table is not None or directions is not None:
             step = None
             if is_forward_context_available():
                 step = get_forward_context().attn_metadata
@@ -319,8 +329,9 @@ class TurboAttentionImpl(AttentionImpl[TurboMetadata]):
                 raise NotImplementedError(
                     refusals.refusal(self.kv_cache_dtype, [reasons.FOREIGN_TOKENS])
                 )
-            offset = step.key_offset(self.runner.scoring.key_offset)
+            offset = step.key_offset(table)
+            direction = step.query_direction(directions)
         kernels = self.runner.kernels
         store = reference.store if kernels is None else kernels.store
-        layout = self.runner.layout
-        store(StoreCall(kv_cache, slot_mapping, key, value, layout, key_offset=offset))
+        tokens = kv_cache, slot_mapping, key, value, self.runner.layout
+        store(StoreCall(*tokens, key_offset=offset, query_direction=direction))

@@ -251,6 +251,7 @@ class TurboTail(AttentionLayerBase):
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
             dtype=spec.dtype,
             kv_quant_mode=spec.kv_quant_mode,
             page_size_padded=spec.page_size_padded,

@@ -129,7 +129,7 @@ def choose_scales(y: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     return chosen.to(torch.uint8)
 
 
-def _unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+def unbiased(y: torch.Tensor, scale: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     """Indices of levels whose product with a vector is nearly the vector's square.
 
     Let x be the vector, and q(f) the decoded codes of f * x times the gain. The factor
@@ -187,7 +187,7 @@ def quantize(y: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.T
     y = by_group(y).clamp(-fmt.SCALE_MAX, fmt.SCALE_MAX)
     scale_codes = choose_scales(y, codebook)
     scale = scale_values(scale_codes)[..., None]
-    choose = _unbiased if codebook.unbiased else _nearest
+    choose = unbiased if codebook.unbiased else _nearest
     return from_groups(choose(y, scale, codebook)).to(torch.uint8), scale_codes
 
 

@@ -76,6 +76,14 @@ UNBIAS_ROUNDS = 3
 UNBIAS_LIMIT = 0.0625
 PRODUCT_FRACTION_BITS = 12
 BIAS_WEIGHT = 16.0
+# With a direction in which queries look, DIRECTED_MOVES codes may move, and a squared
+# error along the direction weighs DIRECTION_WEIGHT times as much as one across it. With
+# three bits the search finds a part of the direction as well. A direction is as long as
+# the square root of the head size. Terms of an error's product with it have
+# DIRECTION_FRACTION_BITS fractional bits.
+DIRECTED_MOVES = 3
+DIRECTION_WEIGHT = 64.0
+DIRECTION_FRACTION_BITS = 10
 
 # Candidates of the scale search: steps on the E5M3 grid from the group's largest
 # magnitude, rounded down. The base of a word is tried at the largest of the groups'
@@ -89,6 +97,23 @@ HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
 def fp32(value: float) -> float:
     """The nearest fp32 number."""
     return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def half2_bits(value: float) -> str:
+    """A number twice in fp16, as a 32-bit hexadecimal literal of C++ and PTX."""
+    bits = struct.unpack("<H", struct.pack("<e", value))[0]
+    return f"0x{bits:04X}{bits:04X}"
+
+
+def direction_pull(head_size: int) -> float:
+    """The weight of an error's squared product with a direction, in the encoder's cost.
+
+    It is beside 1 for a squared error, for a vector whose square is 1. Products are in
+    units of 2**-DIRECTION_FRACTION_BITS, and the square and errors in units of
+    2**-PRODUCT_FRACTION_BITS.
+    """
+    exponent = PRODUCT_FRACTION_BITS - 2 * DIRECTION_FRACTION_BITS
+    return fp32(DIRECTION_WEIGHT * 2.0**exponent / head_size)
 
 
 @dataclass(frozen=True)
@@ -255,12 +280,13 @@ def scale_words(head_size: int) -> ScaleWords:
 
 @dataclass(frozen=True)
 class TurboFormat:
-    """The layout of one turbo cache dtype at one head size.
+    """The layout of one turbo cache dtype at one head size, or one of K and one of V.
 
     The bytes of one (block, KV head) are one contiguous region: a sequence of tiles of
     16 tokens, with ``tile_bytes`` bytes each. So a cut at a multiple of 16 tokens is a
-    cut in bytes. With D the head size, S = ceil(D / 32) the bytes of a vector's scales
-    and n the token's index in its tile, a tile is
+    cut in bytes. D is the head size of a plane's vectors, which are K or V, and
+    S = ceil(D / 32) the bytes of a vector's scales. K and V may differ in D. With n the
+    token's index in its tile, a tile is
 
     ==================  =========================  ==========================
     plane               bytes                      address within the plane
@@ -306,7 +332,7 @@ class TurboFormat:
       b(e) in bit e.
 
     Every byte belongs to one token, so tokens of a page are written independently.
-    Bytes of a token and KV head, which are 4 * D in bf16:
+    Bytes of a token and KV head, which are 4 * D in bf16 if K and V have the same D:
 
     =========  ======  ======  ======
     head size  turbo4    k4v3  turbo3
@@ -321,11 +347,16 @@ class TurboFormat:
           512     544     480     416
     =========  ======  ======  ======
 
+    K and V have half of these bytes each with ``turbo4`` and ``turbo3``, so those of
+    two sizes are the sum of two halves. ``turbo4`` with K of 192 and V of 128 has
+    102 + 68 = 170.
+
     Attributes:
         name: The ``--kv-cache-dtype`` value.
         key_bits: Bits of a key code.
         value_bits: Bits of a value code.
-        head_size: Coordinates of a K vector and of a V vector.
+        head_size: Coordinates of a K vector.
+        head_size_v: Coordinates of a V vector.
 
     """
 
@@ -333,13 +364,21 @@ class TurboFormat:
     key_bits: int
     value_bits: int
     head_size: int
+    head_size_v: int
 
     @staticmethod
-    def from_cache_dtype(cache_dtype: str, head_size: int) -> "TurboFormat":
+    def from_cache_dtype(
+        cache_dtype: str, head_size: int, head_size_v: int | None = None
+    ) -> "TurboFormat":
         """The layout of a preset.
 
+        Args:
+            cache_dtype: A key of ``TURBO_PRESETS``.
+            head_size: Coordinates of a K vector.
+            head_size_v: Coordinates of a V vector; None for ``head_size``.
+
         Raises:
-            ValueError: If the dtype is not a turbo preset, or the head size has no
+            ValueError: If the dtype is not a turbo preset, or a head size has no
                 rotation.
 
         """
@@ -348,14 +387,22 @@ class TurboFormat:
                 f"Unknown turbo cache dtype {cache_dtype!r}; the presets are "
                 f"{', '.join(TURBO_PRESETS)}."
             )
-        if head_size not in HEAD_SIZES:
-            sizes = ", ".join(map(str, HEAD_SIZES))
-            raise ValueError(
-                f"--kv-cache-dtype {cache_dtype} supports head sizes {sizes}, "
-                f"not {head_size}. Use --kv-cache-dtype fp8 for this model."
-            )
-        key_bits, value_bits = TURBO_PRESETS[cache_dtype]
-        return TurboFormat(cache_dtype, key_bits, value_bits, head_size)
+        if head_size_v is None:
+            head_size_v = head_size
+        for size in (head_size, head_size_v):
+            if size not in HEAD_SIZES:
+                sizes = ", ".join(map(str, HEAD_SIZES))
+                raise ValueError(
+                    f"--kv-cache-dtype {cache_dtype} supports head sizes {sizes}, "
+                    f"not {size}. Use --kv-cache-dtype fp8 for this model."
+                )
+        bits = TURBO_PRESETS[cache_dtype]
+        return TurboFormat(cache_dtype, *bits, head_size, head_size_v)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether K and V have the same head size."""
+        return self.head_size == self.head_size_v
 
     @property
     def key_codebook(self) -> Codebook:
@@ -367,23 +414,33 @@ class TurboFormat:
 
     @property
     def num_units(self) -> int:
-        """Units (groups of eight codes) of a vector."""
+        """Units (groups of eight codes) of a key."""
         return self.head_size // UNIT_CODES
 
     @property
+    def num_units_v(self) -> int:
+        """Units of a value."""
+        return self.head_size_v // UNIT_CODES
+
+    @property
     def num_groups(self) -> int:
-        """Scale groups of a vector."""
+        """Scale groups of a key."""
         return self.head_size // SCALE_GROUP
 
     @property
+    def num_groups_v(self) -> int:
+        """Scale groups of a value."""
+        return self.head_size_v // SCALE_GROUP
+
+    @property
     def scale_words(self) -> ScaleWords:
-        """The storage of a vector's scales."""
+        """The storage of a key's scales."""
         return scale_words(self.head_size)
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of a vector's scales."""
-        return math.ceil(self.head_size / SCALE_BYTE_COORDINATES)
+    def scale_words_v(self) -> ScaleWords:
+        """The storage of a value's scales."""
+        return scale_words(self.head_size_v)
 
     @property
     def key_code_bytes(self) -> int:
@@ -393,17 +450,17 @@ class TurboFormat:
     @property
     def value_code_bytes(self) -> int:
         """Bytes of a value's codes."""
-        return self.head_size * self.value_bits // 8
+        return self.head_size_v * self.value_bits // 8
 
     @property
     def key_packed_size(self) -> int:
         """Bytes of a key, scales included."""
-        return self.key_code_bytes + self.scale_bytes
+        return self.key_code_bytes + self.scale_words.num_bytes
 
     @property
     def value_packed_size(self) -> int:
         """Bytes of a value, scales included."""
-        return self.value_code_bytes + self.scale_bytes
+        return self.value_code_bytes + self.scale_words_v.num_bytes
 
     @property
     def slot_size(self) -> int:
@@ -427,4 +484,4 @@ class TurboFormat:
     @property
     def value_scales_offset(self) -> int:
         """Byte offset of the V scales in a tile."""
-        return self.key_scales_offset + TILE_TOKENS * self.scale_bytes
+        return self.key_scales_offset + TILE_TOKENS * self.scale_words.num_bytes

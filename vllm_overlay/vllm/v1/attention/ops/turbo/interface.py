@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The argument types and the entry points of every set of kernels."""
 
-import struct
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from vllm.v1.attention.ops.turbo.format import TILE_TOKENS, TurboFormat
+from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.output_scratch import OutputScratch
 from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
 
 # Names of the sets of kernels, for users.
@@ -19,6 +19,8 @@ LOG2_E = 1.4426950408889634
 MAX_KV_SPLITS = 64
 # Positions of a sequence that share an offset of K: see ``KeyOffset``.
 OFFSET_SEGMENT = 2048
+# Positions that share a direction of queries: see ``QueryDirection``.
+DIRECTION_SEGMENT = 512
 
 
 # Shapes and dtypes of tensors that are allocated at the same time.
@@ -32,17 +34,19 @@ class Variant(NamedTuple):
         key_offset: Whether an offset is taken off K before it is stored.
         tail: Whether there is a tail.
         soft_cap: Whether a tanh bounds scores; not with ``key_offset``.
+        query_direction: Whether errors of K are orthogonal to a direction of queries.
 
     """
 
     key_offset: bool = False
     tail: bool = False
     soft_cap: bool = False
+    query_direction: bool = False
 
     @property
     def suffix(self) -> str:
         """The end of the names of kernels' instances."""
-        names = ("_offset", "_tail", "_cap")
+        names = ("_offset", "_tail", "_cap", "_direction")
         return "".join(name for name, has in zip(names, self) if has)
 
 
@@ -161,38 +165,6 @@ class Partials(NamedTuple):
     lse: torch.Tensor
 
 
-# Query tokens of a tile of ``OutputScratch``.
-RAW_TILE_TOKENS = TILE_TOKENS
-
-
-def num_raw_tiles(num_tokens: int, num_seqs: int) -> int:
-    """The most tiles that query tokens take; no two sequences share a tile.
-
-    Args:
-        num_tokens: Query tokens of all sequences.
-        num_seqs: Sequences.
-
-    """
-    return num_tokens // RAW_TILE_TOKENS + num_seqs
-
-
-class OutputScratch(NamedTuple):
-    """Scratch of attention that ends in outputs; see ``KernelSet.output_scratch``.
-
-    Attributes:
-        raw_tiles: (N, H, 2 * 16 * D) fp16, keys and values of the query tokens.
-        partial: (P, D) fp32, results of parts of sequences. With too few rows for
-            parts, each thread block takes its queries' whole sequence, and a result
-            does not depend on the batch.
-        partial_lse: (P,) fp32, their LSE.
-
-    """
-
-    raw_tiles: torch.Tensor
-    partial: torch.Tensor
-    partial_lse: torch.Tensor
-
-
 class AttendedTokens(NamedTuple):
     """The result of attention to the raw tokens alone.
 
@@ -258,6 +230,37 @@ def offset_rows(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return rows.clamp(0, table.shape[0] - 1)
 
 
+class QueryDirection(NamedTuple):
+    """The direction in which most queries look, by a key's position in its sequence.
+
+    The store makes the errors of keys nearly orthogonal to it. Readers do not need it.
+
+    Attributes:
+        table: (G, H, D) fp16, contiguous: rotated, as long as sqrt(D), in the order of
+            coordinates of rotated keys. Row g is for the ``DIRECTION_SEGMENT``
+            positions from g * ``DIRECTION_SEGMENT`` on. The last row is also for all
+            later tokens.
+        seq_lens: See ``KeyOffset``.
+        query_start_loc: See ``KeyOffset``.
+
+    """
+
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+
+def direction_rows(positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of ``QueryDirection.table`` that tokens have.
+
+    Args:
+        positions: Positions in their sequences, integers of any shape.
+        table: (G, H, D).
+
+    """
+    return (positions // DIRECTION_SEGMENT).clamp(0, table.shape[0] - 1)
+
+
 class OffsetScores(NamedTuple):
     """The part of scores that cached keys lack, q.m: the query times the offset.
 
@@ -289,6 +292,8 @@ class StoreCall(NamedTuple):
         scale: Softmax scale, a factor of ``rotated_query.scale``.
         key_offset: The offset that is taken off K first; None for none.
         tail: The 8-bit copy of the newest tokens, to be updated; None for none.
+        query_direction: The direction that errors of K are orthogonal to; None for
+            none.
 
     """
 
@@ -302,6 +307,7 @@ class StoreCall(NamedTuple):
     scale: float = 1.0
     key_offset: KeyOffset | None = None
     tail: TailUpdate | None = None
+    query_direction: QueryDirection | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -388,9 +394,3 @@ OutputScratchFn: TypeAlias = Callable[[TurboFormat, int, int, int], TensorSpecs]
 # multiprocessors of the GPU and query tokens a sequence, which are all fixed in a CUDA
 # graph. Returns the splits of a sequence that attention needs room for.
 SplitsFn: TypeAlias = Callable[[int, int, int, int], int]
-
-
-def half2_bits(value: float) -> str:
-    """A number twice in fp16, as a 32-bit hexadecimal literal of C++ and PTX."""
-    bits = struct.unpack("<H", struct.pack("<e", value))[0]
-    return f"0x{bits:04X}{bits:04X}"

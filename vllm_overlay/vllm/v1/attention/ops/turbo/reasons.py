@@ -112,7 +112,7 @@ LAYER_KIND = Reason("layers of kind <kind>", "<kinds>")
 LAYER = Reason(
     "layer <name> of <model> (<kind>, <backend>)", "vLLM's own attention layers"
 )
-SIZE_OF_V = Reason("head_size_v <head_size_v>", "that of K, <head_size>")
+SIZE_OF_V = Reason("head_size_v <head_size_v>", "<head_sizes>")
 TOKENS_PER_STATE = Reason("tokens_per_state <tokens_per_state>", "1")
 
 DCP_OF_STORED = Reason(
@@ -171,6 +171,10 @@ CONNECTOR = Reason("KV connector <name>", instead="<instead>")
 FUSED_OUTPUT = Reason(
     "fused output quantization",
     instead="leave out --compilation-config.pass_config.fuse_attn_quant",
+)
+UNREAD_BIAS = Reason(
+    "a bias of K that was not read when weights were loaded, in layers <layers>",
+    instead="pass --load-format auto",
 )
 FOREIGN_TOKENS = Reason(
     "a cache update beside the forward pass, with an offset of K",
@@ -254,6 +258,7 @@ REASONS = (
     NO_FLASH_ATTN,
     CONNECTOR,
     FUSED_OUTPUT,
+    UNREAD_BIAS,
     FOREIGN_TOKENS,
 )
 

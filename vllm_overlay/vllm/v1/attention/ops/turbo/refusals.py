@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.ops.turbo import reasons
+from vllm.v1.attention.ops.turbo.format import HEAD_SIZES
 from vllm.v1.attention.ops.turbo.latent.format import LATENT_PRESETS
 from vllm.v1.attention.ops.turbo.reasons import Reason
 from vllm.v1.kv_cache_interface import (
@@ -55,7 +56,7 @@ SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 # Refused features of a layer's cache spec, by reason.
 SPEC_FEATURES: dict[Reason, Callable[[AttentionSpec], bool]] = {
     reasons.NON_CAUSAL: lambda spec: getattr(spec, "non_causal", False),
-    reasons.SIZE_OF_V: lambda spec: spec.head_size_v != spec.head_size,
+    reasons.SIZE_OF_V: lambda spec: spec.head_size_v not in HEAD_SIZES,
     reasons.TOKENS_PER_STATE: lambda spec: spec.tokens_per_state != 1,
 }
 
@@ -296,7 +297,7 @@ def unsupported_settings(vllm_config: VllmConfig) -> list[Reason]:
 
 def unsupported_with_dcp(
     vllm_config: VllmConfig,
-    head_size: int,
+    head_sizes: tuple[int, int],
     has_sliding_window: bool,
     is_pooled: bool,
     shares_cache: bool,
@@ -316,9 +317,10 @@ def unsupported_with_dcp(
             speculative is not None and speculative.enable_adaptive_verification
         ),
         # vLLM's kernels join vectors whose size is a power of two.
-        reasons.DCP_OF_HEAD_SIZE: head_size not in reasons.DCP_HEAD_SIZES,
+        reasons.DCP_OF_HEAD_SIZE: not {*head_sizes} <= {*reasons.DCP_HEAD_SIZES},
     }
-    return [reason.of(head_size=head_size) for reason, x in features.items() if x]
+    words = " and ".join(map(str, sorted({*head_sizes})))
+    return [reason.of(head_size=words) for reason, x in features.items() if x]
 
 
 def _unsupported_spec(
@@ -330,12 +332,18 @@ def _unsupported_spec(
     if type(spec) not in kinds:
         names = [each.__name__.removesuffix("Spec") for each in (type(spec), *kinds)]
         return [reasons.LAYER_KIND.of(kind=names[0], kinds=", ".join(names[1:]))]
-    values = ("head_size", "head_size_v", "tokens_per_state")
-    return [
-        reason.of(**{name: getattr(spec, name, None) for name in values})
-        for reason, found in features.items()
-        if found(spec)
-    ]
+    names = ("head_size_v", "tokens_per_state")
+    values = {name: getattr(spec, name, None) for name in names}
+    values["head_sizes"] = ", ".join(map(str, HEAD_SIZES))
+    return [reason.of(**values) for reason, found in features.items() if found(spec)]
+
+
+def unsupported_value_size(head_size_v: int) -> list[Reason]:
+    """Reasons against the head size of V: it has no rotation."""
+    if head_size_v in HEAD_SIZES:
+        return []
+    sizes = ", ".join(map(str, HEAD_SIZES))
+    return [reasons.SIZE_OF_V.of(head_size_v=head_size_v, head_sizes=sizes)]
 
 
 def unsupported_spec_features(spec: AttentionSpec) -> list[Reason]:

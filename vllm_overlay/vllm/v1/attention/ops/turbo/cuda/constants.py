@@ -12,16 +12,10 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.cuda.store_tables import search_constants
-from vllm.v1.attention.ops.turbo.format import ScaleWords, TurboFormat, fp32
+from vllm.v1.attention.ops.turbo.format import ScaleWords, TurboFormat, fp32, half2_bits
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_signs
 from vllm.v1.attention.ops.turbo.formats.tail import MAX_CODE, MAX_ROWS
-from vllm.v1.attention.ops.turbo.interface import (
-    LOG2_E,
-    MAX_KV_SPLITS,
-    PLAIN,
-    Variant,
-    half2_bits,
-)
+from vllm.v1.attention.ops.turbo.interface import LOG2_E, MAX_KV_SPLITS, PLAIN, Variant
 from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS
@@ -103,7 +97,7 @@ def _of_pages(layout: TurboFormat) -> _Constants:
         "VALUE_CODES_OFFSET": layout.value_codes_offset,
         "KEY_SCALES_OFFSET": layout.key_scales_offset,
         "VALUE_SCALES_OFFSET": layout.value_scales_offset,
-        "SCALE_BYTES": layout.scale_bytes,
+        "SCALE_BYTES": layout.scale_words.num_bytes,
         **_of_scales(layout.scale_words),
     }
 
@@ -193,15 +187,28 @@ def _of_decoding(layout: TurboFormat) -> _Constants:
     }
 
 
+def _of_direction(head_size: int) -> _Constants:
+    """Constants by which the store makes keys' errors orthogonal to a direction."""
+    step = 2.0**-fmt.DIRECTION_FRACTION_BITS / head_size
+    return {
+        "DIRECTION_SEGMENT": interface.DIRECTION_SEGMENT,
+        "DIRECTED_MOVES": fmt.DIRECTED_MOVES,
+        "DIRECTION_FRACTION_BITS": fmt.DIRECTION_FRACTION_BITS,
+        "DIRECTION_PULL": _float(fmt.direction_pull(head_size)),
+        # A direction's part in a vector, for a product of one.
+        "DIRECTION_STEP": _float(fp32(step)),
+    }
+
+
 def _of_encoding(layout: TurboFormat | LatentFormat) -> _Constants:
     """Constants by which the store rotates and chooses scales and codes.
 
     Latents have K's encoder.
     """
     if isinstance(layout, LatentFormat):
-        codebook = layout.codebook
+        codebook, size = layout.codebook, layout.rank
     else:
-        codebook = layout.key_codebook
+        codebook, size = layout.key_codebook, layout.head_size
     offsets = fmt.SCALE_OFFSETS
     assert offsets == tuple(range(offsets[0], offsets[-1] + 1))
     assert all(offset == -i for i, offset in enumerate(fmt.BASE_OFFSETS))
@@ -221,6 +228,7 @@ def _of_encoding(layout: TurboFormat | LatentFormat) -> _Constants:
         "PRODUCT_FRACTION_BITS": fmt.PRODUCT_FRACTION_BITS,
         "BIAS_WEIGHT": _float(fmt.BIAS_WEIGHT),
         "KEY_GAIN": _float(fp32(codebook.gain * product_unit)),
+        **_of_direction(size),
         "FOLD_ROWS": search.fold_rows,
         "KEY_FOLD_STEP": _float(fp32(search.key_fold_step)),
         "VALUE_FOLD_STEP": _float(fp32(search.value_fold_step)),
@@ -236,6 +244,7 @@ def _of_latent_encoding(layout: LatentFormat) -> _Constants:
         "IS_LATENT": 1,
         "KEY_OFFSET": 0,
         "WITH_TAIL": 0,
+        "QUERY_DIRECTION": 0,
         "NUM_GROUPS": layout.num_groups,
         "NUM_SUBSETS": fmt.NUM_SUBSETS,
         "KEY_BITS": layout.bits,
@@ -273,6 +282,7 @@ def layout_header(layout: TurboFormat, variant: Variant = PLAIN) -> str:
         {
             "KEY_OFFSET": int(variant.key_offset),
             "WITH_TAIL": int(variant.tail),
+            "QUERY_DIRECTION": int(variant.query_direction),
         },
         _of_pages(layout),
         _of_decoding(layout),

@@ -25,10 +25,10 @@ from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.cuda.constants import layout_header
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family, by_head_size
 from vllm.v1.attention.ops.turbo.format import TurboFormat
+from vllm.v1.attention.ops.turbo.formats.output_scratch import OutputScratch
 from vllm.v1.attention.ops.turbo.interface import (
     LOG2_E,
     AttentionCall,
-    OutputScratch,
     TensorSpecs,
     Variant,
     score_factor,

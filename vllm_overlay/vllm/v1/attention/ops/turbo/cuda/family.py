@@ -79,12 +79,17 @@ class ServingModule(NamedTuple):
 def by_head_size(
     head_sizes: Iterable[int], title: str
 ) -> Callable[[TurboFormat], str | None]:
-    """A ``Family.refusal`` of layouts with other head sizes."""
+    """A ``Family.refusal`` of layouts with other head sizes, or two of them."""
 
     def refusal(layout: TurboFormat) -> str | None:
-        if layout.head_size in head_sizes:
+        head_size, head_size_v = layout.head_size, layout.head_size_v
+        if head_size != head_size_v:
+            return (
+                f"head size {head_size} of K and {head_size_v} of V has no CUDA {title}"
+            )
+        if head_size in head_sizes:
             return None
-        return f"head size {layout.head_size} has no CUDA {title}"
+        return f"head size {head_size} has no CUDA {title}"
 
     return refusal
 

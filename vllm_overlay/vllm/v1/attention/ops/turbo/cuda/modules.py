@@ -36,6 +36,8 @@ def _served_layers(
         layout = TurboFormat.from_cache_dtype(name, head_size)
         yield layout, Variant(tail=True)
         yield layout, Variant(key_offset=True, tail=True)
+        # A pass of text finds both.
+        yield layout, Variant(key_offset=True, tail=True, query_direction=True)
         if head_size <= _MAX_CAPPED_HEAD_SIZE:
             yield layout, Variant(tail=True, soft_cap=True)
 

@@ -74,7 +74,7 @@ STORE = Family[TurboFormat, None](
     name=lambda layout, _: f"{layout.name}_{layout.head_size}",
     header=layout_header,
     served=_served,
-    variants=Variant(key_offset=True, tail=True),
+    variants=Variant(key_offset=True, tail=True, query_direction=True),
     # A fused multiply-add would change the stored bytes.
     flags=("-fmad=false",),
 )
@@ -144,7 +144,7 @@ def store(
 
     """
     slot_mapping, query, layout = call.slot_mapping, call.query, call.layout
-    key_offset, tail = call.key_offset, call.tail
+    key_offset, tail, direction = call.key_offset, call.tail, call.query_direction
     num_tokens = slot_mapping.shape[0]
     num_queries = 0 if query is None else query.shape[0]
     if num_tokens == 0 and num_queries == 0:
@@ -152,9 +152,12 @@ def store(
     if tuning is None:
         tuning = default_tuning(2 * num_tokens * call.key.shape[1], layout)
     device = call.kv_cache.device
-    offset_table = None if key_offset is None else key_offset.table
-    step = tail or key_offset  # both have the step's sequences
-    variant = Variant(key_offset is not None, tail is not None)
+    step = tail or key_offset or direction  # all have the step's sequences
+    variant = Variant(
+        key_offset is not None,
+        tail is not None,
+        query_direction=direction is not None,
+    )
     STORE.load(layout, None, device, variant)(
         call.kv_cache,
         slot_mapping,
@@ -164,7 +167,8 @@ def store(
         query,
         *(call.rotated_query or (None, None)),
         score_factor(layout, call.scale),
-        offset_table,
+        None if key_offset is None else key_offset.table,
+        None if direction is None else direction.table,
         None if step is None else step.seq_lens,
         None if step is None else step.query_start_loc,
         *_tail_arguments(tail),

@@ -13,7 +13,8 @@ many more rows gain that fit into the same bytes.
 The page is one of the layer's pages, (block, KV head) contiguous, seen as R rows. The
 token at position p is in row p % R. A row has
 
-- K, less the offset that is taken off stored keys, and V: D int8 each, not rotated,
+- K, less the offset that is taken off stored keys, and V: an int8 for each of their
+  coordinates, not rotated,
 - a scale for each 16 coordinates of both: bf16, the largest magnitude / 127,
 - a tag: the token's packed K codes, and p + 1.
 
@@ -65,16 +66,11 @@ class TailFormat:
         return self.block_size * self.layout.slot_size
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of a vector's scales."""
-        return 2 * (self.layout.head_size // SCALE_GROUP)
-
-    @property
     def row_widths(self) -> tuple[int, ...]:
         """Bytes of a row in each plane: K, V, their scales, K codes, position + 1."""
         layout = self.layout
-        vectors = (layout.head_size, layout.head_size)
-        scales = (self.scale_bytes, self.scale_bytes)
+        vectors = (layout.head_size, layout.head_size_v)
+        scales = (2 * (size // SCALE_GROUP) for size in vectors)
         return (*vectors, *scales, layout.key_code_bytes, 4)
 
     def _starts(self, num_rows: int) -> list[int]:

@@ -381,17 +381,3 @@ def warn_of_lagging_positions(biases: Iterable[KeyBias]) -> None:
         " ".join(skipped),
         scope="process",
     )
-
-
-def prepare_key_biases(model: nn.Module) -> None:
-    """Set the offset of K in layers that add a bias to it, and warn of layers that
-    cannot have one.
-
-    Args:
-        model: A model with its checkpoint's weights, not processed yet.
-
-    """
-    set_key_offsets(model)
-    warn_of_key_biases(model)
-    biases = (_runner(layer).key_bias for layer, _ in turbo_layers(model))
-    warn_of_lagging_positions(bias for bias in biases if bias is not None)

@@ -21,7 +21,7 @@ import torch
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 
 # The version of the text and of the rule below: a new rule changes the bytes of pages.
-VERSION = 2
+VERSION = 3
 # Tokens of the text: the most, and the fewest that give means.
 MAX_TOKENS, MIN_TOKENS = 1024, 320
 # Sequences of one token, whose keys give the mean of first tokens.
@@ -37,12 +37,15 @@ class LayerMeans(NamedTuple):
         first: (H, D), of first tokens' keys as attention has them.
         rest: (H, D), of other tokens' keys before RoPE.
         length: (H,), the root of the other keys' mean square length.
+        direction: (H, D), the direction of queries: see ``keys.directions``. It is zero
+            for latents.
 
     """
 
     first: torch.Tensor
     rest: torch.Tensor
     length: torch.Tensor
+    direction: torch.Tensor
 
     @property
     def share(self) -> float:

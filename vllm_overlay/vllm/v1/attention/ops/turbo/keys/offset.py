@@ -69,8 +69,12 @@ class UnknownRotation(Exception):
     """RoPE rotates K of a layer in an unknown way, so the layer can have no offset."""
 
 
-def _in_rows(places: torch.Tensor) -> list[torch.Tensor]:
-    """Positions by rows of a table: the first, and all of each segment."""
+# Splits a table of all positions, (P, ...), into the positions of each row.
+InRows = Callable[[torch.Tensor], Iterable[torch.Tensor]]
+
+
+def offset_segments(places: torch.Tensor) -> list[torch.Tensor]:
+    """Positions by rows of ``KeyOffset.table``: the first, and all of each segment."""
     return [places[:1], *places.split(interface.OFFSET_SEGMENT)]
 
 
@@ -82,13 +86,14 @@ class TransformersRotary:
 
     Args:
         rotary: The module of the model that has RoPE.
+        in_rows: The positions of each row.
 
     Raises:
         UnknownRotation: If the module or the function has an unusual interface.
 
     """
 
-    def __init__(self, rotary: nn.Module) -> None:
+    def __init__(self, rotary: nn.Module, in_rows: InRows = offset_segments) -> None:
         name = type(rotary).__name__
         rotate = getattr(sys.modules[type(rotary).__module__], ROTATE, None)
         if rotate is None or getattr(rotary, "rope_type", None) not in FIXED_ROPE_TYPES:
@@ -99,7 +104,7 @@ class TransformersRotary:
         scaled = rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0)
         count = max(own.max_seq_len_cached, int(scaled))
         means = []
-        for places in _in_rows(torch.arange(count, device="cpu")):
+        for places in in_rows(torch.arange(count, device="cpu")):
             tables = self._tables(own, places)
             means.append([table.double().mean(0).float() for table in tables])
         self.cos, self.sin = (torch.stack(parts) for parts in zip(*means))
@@ -170,7 +175,7 @@ def find_rotary(parent: nn.Module, model: nn.Module) -> nn.Module | None:
     raise UnknownRotation(type((own or rotaries)[0]).__name__)
 
 
-def mean_rotary(rotary: nn.Module) -> Rotary:
+def mean_rotary(rotary: nn.Module, in_rows: InRows = offset_segments) -> Rotary:
     """A copy on the CPU whose position g rotates like the average of row g's tokens.
 
     Its cosines and sines are means over the segment's positions, because a rotation is
@@ -179,16 +184,17 @@ def mean_rotary(rotary: nn.Module) -> Rotary:
 
     Args:
         rotary: A module from ``find_rotary``.
+        in_rows: The positions of each row.
 
     Raises:
         UnknownRotation: If a module of Transformers has an unusual interface.
 
     """
     if not isinstance(rotary, _KNOWN):
-        return _transformers_rotary(rotary)
+        return _transformers_rotary(rotary, in_rows)
     means, table = _cosines_and_sines(rotary)
     # Segment by segment, because a table of a million positions has 0.5 GB in fp32.
-    rows = [x.double().mean(0) for x in _in_rows(table)]
+    rows = [x.double().mean(0) for x in in_rows(table)]
     return _with_table(means, torch.stack(rows).float())
 
 
@@ -217,9 +223,11 @@ def inverse_rotary(rotary: nn.Module, count: int) -> Rotary:
     return _with_table(copied, torch.cat(_inverse(*halves), -1))
 
 
-def _transformers_rotary(rotary: nn.Module) -> TransformersRotary:
+def _transformers_rotary(
+    rotary: nn.Module, in_rows: InRows = offset_segments
+) -> TransformersRotary:
     try:
-        return TransformersRotary(rotary)
+        return TransformersRotary(rotary, in_rows)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
         raise UnknownRotation(type(rotary).__name__) from e
 
@@ -257,6 +265,19 @@ def _table_in_use(rotary: Phi3LongRoPEScaledRotaryEmbedding) -> torch.Tensor:
         rotary.short_factor,
         rotary.short_mscale,
     )
+
+
+def forward_of(inverse: Rotary) -> Rotary:
+    """A copy of a rotation from ``inverse_rotary`` that turns keys forth again.
+
+    If RoPE scales keys, the copy scales them by the inverse.
+    """
+    copied: Any = copy.deepcopy(inverse)
+    if isinstance(copied, TransformersRotary):
+        copied.sin = -copied.sin
+        return copied
+    cos, sin = copied.cos_sin_cache.chunk(2, -1)
+    return _with_table(copied, torch.cat([cos, -sin], -1))
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention of layers in a pass of a text, on raw K and V, or on raw latents.
 
-K and latents are averaged: see ``keys.means``.
+K and latents are averaged: see ``keys.means``. The queries that look at K have a common
+direction: see ``keys.directions``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
 from vllm.v1.attention.ops.turbo.interface import Scoring
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.keys.directions import query_directions
 from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, Means
 
 
@@ -46,6 +48,7 @@ class TextPass:
         self.num_text = num_text
         self.num_tokens = num_tokens
         self.means: Means = {}
+        self.directions: dict[str, torch.Tensor] = {}
         self.targets: set[str] = set()
         self.start = 0
         self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -119,10 +122,9 @@ class TextPass:
             raise PassError(f"{layer.layer_name} has no keys")
         else:
             key, value = self._joined(layer.layer_name, key, value)
-            if len(key) == self.num_tokens and layer.layer_name in self.layers:
-                inverse = self.layers[layer.layer_name]
-                self.means[layer.layer_name] = self._average(key.float(), inverse)
         seen = self.seen(len(query), query.device, scoring.sliding_window)
+        if target is None and layer.layer_name in self.layers:
+            self._measure(layer.layer_name, query, key, seen, scoring)
         output.copy_(attention(query, key, value, seen, scoring))
         return output
 
@@ -169,6 +171,37 @@ class TextPass:
             self.kept[name] = key.clone(), value.clone()
         return key, value
 
+    def _measure(
+        self,
+        name: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        seen: torch.Tensor,
+        scoring: Scoring,
+    ) -> None:
+        """Record a layer's direction at the end of the text, and its means at the end.
+
+        Args:
+            name: The layer.
+            query: (T, Hq, D), of the slice's tokens.
+            key: (S, H, D), of all tokens so far.
+            seen: (T, S) bool.
+            scoring: The layer's.
+
+        """
+        inverse = self.layers[name]
+        if isinstance(inverse, nn.Module):
+            inverse.to(key.device)
+        # A slice may have the end of the text and sequences of one token.
+        num_text, num_queries = self.num_text, self.num_text - self.start
+        if self.start < num_text <= len(key):
+            own = query[:num_queries], key[:num_text], seen[:num_queries, :num_text]
+            self.directions[name] = query_directions(*own, scoring, inverse)
+        if len(key) == self.num_tokens:
+            self.means[name] = self._average(key.float(), inverse)._replace(
+                direction=self.directions[name]
+            )
+
     def _average(
         self, key: torch.Tensor, inverse: key_offset.Rotary | None
     ) -> LayerMeans:
@@ -177,17 +210,16 @@ class TextPass:
         text = key[: self.num_text]
         length = text[1:].square().sum(-1).mean(0).sqrt()
         if inverse is not None:
-            if isinstance(inverse, nn.Module):
-                inverse.to(key.device)
             text = key_offset.rotate_rows(text, inverse)
-        return LayerMeans(*(x.cpu() for x in (first, text[1:].mean(0), length)))
+        means = first, text[1:].mean(0), length
+        return LayerMeans(*(x.cpu() for x in means), torch.zeros_like(first).cpu())
 
     def _average_latents(self, latents: torch.Tensor) -> LayerMeans:
         """The mean of a layer's latents, (T, 1, L) fp32, with the first token's."""
         text = latents[: self.num_text]
         mean = text.mean(0).cpu()
         length = text.square().sum(-1).mean(0).sqrt()
-        return LayerMeans(mean, mean, length.cpu())
+        return LayerMeans(mean, mean, length.cpu(), torch.zeros_like(mean))
 
 
 def scoring_of(layer: Attention) -> Scoring:

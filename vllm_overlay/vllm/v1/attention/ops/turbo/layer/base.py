@@ -138,4 +138,5 @@ class Runner(ABC, Generic[KernelsT]):
         for specs in self.largest_scratch():
             take_scratch(specs, device)
         # Made here, and not in the memory pool of a CUDA graph.
-        self.entry_points.make_matrices(self.shape.head_size, device)
+        for size in {self.shape.head_size, self.shape.head_size_v}:
+            self.entry_points.make_matrices(size, device)

@@ -169,7 +169,7 @@ class ContextParallel:
         ends = [0, -1]
         is_right = (gathered[ends] == senders).all()
         part = torch.empty(
-            num_slots, self.size * shape.num_heads, shape.head_size, device=device
+            num_slots, self.size * shape.num_heads, shape.head_size_v, device=device
         )
         for output, is_natural in ((gathered, True), (part, False)):
             lse = torch.zeros(output.shape[:2], device=device)

@@ -18,6 +18,9 @@ from vllm.v1.attention.ops.turbo.layer.efficient_attention import efficient_atte
 from vllm.v1.attention.ops.turbo.planning.prefill import FLASH_ATTN_MAX_HEAD_SIZE
 from vllm.v1.attention.ops.turbo.planning.tokens import SeqLens
 
+# Head sizes of K and V that FlashAttention 3 and 4 take as they are.
+FLASH_ATTN_PAIRS = ((192, 128),)
+
 
 class FlashAttn(NamedTuple):
     """The function that attends in sequences which are laid end to end.
@@ -26,11 +29,13 @@ class FlashAttn(NamedTuple):
         function: FlashAttention's varlen function, with its version bound, or
             ``efficient_attention``.
         is_efficient: Whether it is ``efficient_attention``, which takes ``SeqLens``.
+        takes_pairs: Whether it takes the head sizes of ``FLASH_ATTN_PAIRS``.
 
     """
 
     function: Callable[..., Any]
     is_efficient: bool = False
+    takes_pairs: bool = False
 
     def attend(
         self,
@@ -52,8 +57,10 @@ class FlashAttn(NamedTuple):
         Args:
             query: (T, Hq, D).
             key: (S, H, D).
-            value: (S, H, D).
-            output: (T, Hq, D), written.
+            value: (S, H, D of V). If the function does not take the two sizes, vectors
+                of the smaller one are padded with zeros, which change no score, and
+                the output is cut.
+            output: (T, Hq, D of V), written.
             queries: Lengths of R sequences' queries.
             keys: Lengths of their keys.
             scoring: The rules for scores, of which the scale and the soft cap are used.
@@ -65,6 +72,21 @@ class FlashAttn(NamedTuple):
             (Hq, T) fp32, natural log-sum-exp.
 
         """
+        sizes = key.shape[2], value.shape[2]
+        if sizes[0] != sizes[1] and not (
+            self.takes_pairs and sizes in FLASH_ATTN_PAIRS
+        ):
+            query, key, value = (
+                torch.nn.functional.pad(x, (0, max(sizes) - x.shape[2]))
+                for x in (query, key, value)
+            )
+            whole = output.new_empty(*output.shape[:2], max(sizes))
+            lens = queries, keys
+            lse = self.attend(
+                query, key, value, whole, *lens, scoring, causal, **options
+            )
+            output.copy_(whole[..., : sizes[1]])
+            return lse
         if scoring.soft_cap is not None:
             options["softcap"] = scoring.soft_cap
         if self.is_efficient:
@@ -100,7 +122,8 @@ def get_flash_attn(head_size: int) -> FlashAttn | None:
         if version is not None and (version == 4 or not is_large):
             from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-            return FlashAttn(partial(flash_attn_varlen_func, fa_version=version))
+            function = partial(flash_attn_varlen_func, fa_version=version)
+            return FlashAttn(function, takes_pairs=version >= 3)
     if is_large and current_platform.is_cuda():
         return FlashAttn(efficient_attention, is_efficient=True)
     return None

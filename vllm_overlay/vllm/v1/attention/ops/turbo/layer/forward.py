@@ -41,10 +41,10 @@ def forward(
         runner: The layer's. It has kernels.
         query: (T, Hq, D) bf16 or fp16.
         key: (T, H, D); None if another layer stores them.
-        value: (T, H, D), likewise.
+        value: (T, H, D of V), likewise.
         kv_cache: (num_blocks, H, N, C) uint8.
         step: The plan of the step, which has T query tokens.
-        output: (>= T, Hq, D), of which T rows are written.
+        output: (>= T, Hq, D of V), of which T rows are written.
         tail: The 8-bit copy of the newest tokens, for decodes and extends; None for
             none.
 
@@ -95,9 +95,10 @@ def _store_and_decode(
         step.decode_scratch[runner.context_shape] = scratch
     queries, rotated_query = _queries_to_rotate(runner, query, plan, scratch, output)
     if key is None or value is None:
-        none = query.new_empty(0, runner.shape.num_kv_heads, runner.shape.head_size)
-        slots = step.slot_mapping[:0]
-        stored = StoreCall(kv_cache, slots, none, none, runner.layout)
+        heads, slots = runner.shape.num_kv_heads, step.slot_mapping[:0]
+        none = query.new_empty(0, heads, runner.shape.head_size)
+        none_v = query.new_empty(0, heads, runner.shape.head_size_v)
+        stored = StoreCall(kv_cache, slots, none, none_v, runner.layout)
     else:
         stored = StoreCall(
             kv_cache,
@@ -107,6 +108,7 @@ def _store_and_decode(
             runner.layout,
             key_offset=step.key_offset(scoring.key_offset),
             tail=None if tail is None else step.tail_update(tail),
+            query_direction=step.query_direction(runner.query_direction),
         )
     kernels.store(
         stored._replace(query=queries, rotated_query=rotated_query, scale=scoring.scale)
@@ -151,7 +153,9 @@ def _queries_to_rotate(
     """
     num_rotated = plan.num_rotated_tokens
     queries = query[:num_rotated]
-    if scratch.shared is None:
+    if scratch.query is not None:
+        rotated = scratch.query[:num_rotated]
+    elif scratch.shared is None:
         # A call writes the output of its own tokens alone, after it has read their
         # queries. So rotated queries can share memory with the output.
         rotated = output[:num_rotated].view(torch.float16)

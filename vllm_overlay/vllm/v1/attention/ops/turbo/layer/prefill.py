@@ -73,8 +73,9 @@ def check_image_heads(layout: TurboFormat) -> None:
         NotImplementedError: If it does not support them.
 
     """
-    if layout.head_size > FLASH_ATTN_MAX_HEAD_SIZE:
-        reason = reasons.MM_PREFIX_OF_LARGE_HEADS.of(head_size=layout.head_size)
+    largest = max(layout.head_size, layout.head_size_v)
+    if largest > FLASH_ATTN_MAX_HEAD_SIZE:
+        reason = reasons.MM_PREFIX_OF_LARGE_HEADS.of(head_size=largest)
         raise NotImplementedError(refusals.refusal(layout.name, [reason]))
 
 

@@ -58,10 +58,12 @@ class TurboRunner(Runner[KernelSet]):
         prefill_limits: The bounds of a prefill's scratch.
         flash_attn: The function that attends in prefills; None on a CPU.
         tail_wanted: The most tokens of a tail; zero for none.
+        bias_was_sought: Whether the bias of K was sought while weights were loaded.
         key_bias: The bias that the offset depends on; None without a bias.
         means_problem: The reason why the means of K will not be an offset, when they
             are known; None if they will.
         key_offset_replicas: Consecutive tensor parallel ranks with the same heads.
+        query_direction: The table of ``QueryDirection``; None for none.
         shares_cache: Whether the layer reads another layer's cache and does not store.
         context_parallel: The ranks that share the context; None if they do not.
         context_shape: The shape of attention to the context, with the query heads of
@@ -97,21 +99,23 @@ class TurboRunner(Runner[KernelSet]):
             model_config is not None
             and model_config.is_mm_prefix_lm
             # Gemma 4's larger heads see no spans.
-            and shape.head_size <= FLASH_ATTN_MAX_HEAD_SIZE
+            and shape.largest_head_size <= FLASH_ATTN_MAX_HEAD_SIZE
         )
         self.scoring = scoring
         self.prefill_limits = self._prefill_limits()
+        self.bias_was_sought = False
         self.key_bias: KeyBias | None = None
         self.means_problem = refusals.means_problem(
             vllm_config, scoring.soft_cap, states_per_token
         )
         self.key_offset_replicas = 1
+        self.query_direction: torch.Tensor | None = None
         self.tail_wanted = tail_wanted
         self.shares_cache = False
         self.capability = current_capability()
         self.flash_attn = None
         if not current_platform.is_cpu():
-            self.flash_attn = get_flash_attn(shape.head_size)
+            self.flash_attn = get_flash_attn(shape.largest_head_size)
 
     def share_cache(self) -> None:
         """Make the layer read all tokens from another layer's cache."""
@@ -146,6 +150,8 @@ class TurboRunner(Runner[KernelSet]):
     @property
     def source(self) -> TurboSource:
         variant = self.scoring.variant(self.tail_wanted > 0)
+        has_direction = self.query_direction is not None
+        variant = variant._replace(query_direction=has_direction)
         group = self.context_shape.num_queries_per_kv
         return TurboSource(self.layout, group, self.max_query_len, variant)
 
@@ -154,7 +160,8 @@ class TurboRunner(Runner[KernelSet]):
         source = self.source
         if self.means_problem is not None:
             return source
-        return replace(source, variant=source.variant._replace(key_offset=True))
+        expected = source.variant._replace(key_offset=True, query_direction=True)
+        return replace(source, variant=expected)
 
     @property
     def launch_key(self) -> tuple[object, ...]:
@@ -167,6 +174,7 @@ class TurboRunner(Runner[KernelSet]):
             self.has_spans,
             self.kernel_choice,
             *(value is not None for value in self.scoring),
+            self.query_direction is not None,
             self.scoring.sliding_window,
             self.tail_wanted > 0,
             self.max_query_len,

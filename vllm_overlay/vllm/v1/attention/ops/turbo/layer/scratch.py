@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import OutputScratch, TensorSpecs
+from vllm.v1.attention.ops.turbo.formats.output_scratch import OutputScratch
+from vllm.v1.attention.ops.turbo.interface import TensorSpecs
 from vllm.v1.attention.ops.turbo.planning.decode import DecodePlan
 from vllm.v1.attention.ops.turbo.planning.largest_batch import LargestBatch
 from vllm.v1.attention.ops.turbo.planning.scratch import (
@@ -72,9 +73,13 @@ class LayerScratch(NamedTuple):
             "shared": [],
             "raw": RawScratch.specs(self.shape, sizes.num_raw_tokens),
             "outputs": [],
+            "query": [],
         }
         if self.is_shared:
             parts["shared"] = SharedScratch.specs(shape, num_tokens, sizes.num_slots)
+        elif shape.own_size_v is not None:
+            rows = (num_tokens, shape.num_heads, shape.head_size)
+            parts["query"] = [(rows, torch.float16)]
         if (num_tiles := sizes.num_raw_tiles) > 0:
             parts["outputs"] = self.output_specs(num_tiles)
         return parts
@@ -100,6 +105,7 @@ class LayerScratch(NamedTuple):
             shared=SharedScratch._make(shared) if shared else None,
             raw=RawScratch._make(raw) if raw else None,
             outputs=OutputScratch._make(outputs) if outputs else None,
+            query=tensors["query"][0] if tensors["query"] else None,
         )
 
     def take_for_prefill(

@@ -16,7 +16,12 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.formats.tail import TailFormat
 from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail
-from vllm.v1.attention.ops.turbo.interface import KeyOffset, RotatedQuery, StoreCall
+from vllm.v1.attention.ops.turbo.interface import (
+    KeyOffset,
+    QueryDirection,
+    RotatedQuery,
+    StoreCall,
+)
 from vllm.v1.attention.ops.turbo.layer.forward import forward
 from vllm.v1.attention.ops.turbo.layer.kernels import KernelSet
 from vllm.v1.attention.ops.turbo.layer.runner import TurboRunner
@@ -182,15 +187,19 @@ def _run_store(
 ) -> None:
     """Launch a store of ``num_tokens`` tokens without slots."""
     device, shape = kv_cache.device, runner.shape
-    vector = torch.zeros(1, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
-    vectors = vector.to(device).expand(num_tokens, -1, -1)
+    keys, values = (
+        torch.zeros(1, shape.num_kv_heads, size, dtype=shape.dtype, device=device)
+        for size in (shape.head_size, shape.head_size_v)
+    )
     num_heads = runner.context_shape.num_heads
     query = torch.zeros(0, num_heads, shape.head_size, dtype=shape.dtype, device=device)
-    offset = None
+    offset = direction = None
     scoring = runner.scoring
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     if scoring.key_offset is not None:
-        bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         offset = KeyOffset(scoring.key_offset, bounds[1:], bounds)
+    if runner.query_direction is not None:
+        direction = QueryDirection(runner.query_direction, bounds[1:], bounds)
     rotated = RotatedQuery(
         query.view(torch.float16), torch.empty(0, num_heads, device=device)
     )
@@ -199,13 +208,14 @@ def _run_store(
         StoreCall(
             kv_cache,
             slots,
-            vectors,
-            vectors,
+            keys.expand(num_tokens, -1, -1),
+            values.expand(num_tokens, -1, -1),
             runner.layout,
             query,
             rotated,
             scoring.scale,
             offset,
+            query_direction=direction,
         )
     )
 
@@ -216,16 +226,20 @@ def run_kernels(runner: TurboRunner, device: torch.device) -> None:
     block_size = runner.cache_config.block_size or 1
     block_size = cdiv(block_size, fmt.TILE_TOKENS) * fmt.TILE_TOKENS
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    for size in kernels.block_sizes(block_size, shape.head_size):
+    largest = shape.largest_head_size
+    for size in kernels.block_sizes(block_size, largest):
         for step in steps(runner, size, device):
             blocks = (step.block_table.numel(), kv_heads, size)
             slot_size = runner.layout.slot_size
             cache = torch.zeros(*blocks, slot_size, dtype=torch.uint8, device=device)
-            vectors = (step.num_actual_tokens, heads + 2 * kv_heads, shape.head_size)
+            vectors = (step.num_actual_tokens, heads + 2 * kv_heads, largest)
             qkv = torch.zeros(vectors, dtype=shape.dtype, device=device)
-            query, *own = qkv.split([heads, kv_heads, kv_heads], 1)
-            key, value = (None, None) if runner.shares_cache else own
-            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            query, key, value = qkv.split([heads, kv_heads, kv_heads], 1)
+            query, key = query[..., : shape.head_size], key[..., : shape.head_size]
+            value = value[..., : shape.head_size_v]
+            output = query.new_empty(*query.shape[:2], shape.head_size_v)
+            if runner.shares_cache:
+                key = value = None
             for tail in small_tails(runner, step, size, device):
                 with runner.alone():
                     forward(runner, query, key, value, cache, step, output, tail)

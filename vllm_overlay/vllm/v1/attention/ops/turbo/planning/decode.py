@@ -12,11 +12,8 @@ from typing import NamedTuple
 import torch
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.ops.turbo.interface import (
-    DecodeBatch,
-    SplitsFn,
-    num_raw_tiles,
-)
+from vllm.v1.attention.ops.turbo.formats.output_scratch import num_raw_tiles
+from vllm.v1.attention.ops.turbo.interface import DecodeBatch, SplitsFn
 from vllm.v1.attention.ops.turbo.planning.requests import RequestSpan
 from vllm.v1.attention.ops.turbo.planning.scratch import LayerShape
 

@@ -4,7 +4,8 @@
 
 from typing import NamedTuple
 
-from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS, num_raw_tiles
+from vllm.v1.attention.ops.turbo.formats.output_scratch import num_raw_tiles
+from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
 from vllm.v1.attention.ops.turbo.planning.decode import (
     MAX_CALL_TOKENS,
     MAX_OUTPUT_CALL_TOKENS,

@@ -74,14 +74,15 @@ def prefill_limits(
     """
     head_bytes = shape.head_size * shape.dtype.itemsize
     slice_tokens = max(1, ROW_BYTES // (shape.num_heads * head_bytes))
-    piece_tokens = max(1, PIECE_BYTES // (2 * shape.num_kv_heads * head_bytes))
+    token_numbers = shape.num_kv_heads * (shape.head_size + shape.head_size_v)
+    piece_tokens = max(1, PIECE_BYTES // (token_numbers * shape.dtype.itemsize))
     if sliding_window is not None:
         least = sliding_window - 1 + LEAST_TOKENS
         return PrefillLimits(0, max(piece_tokens, least), None)
     if stored:
         slice_tokens = min(slice_tokens, piece_tokens)
     raw_tokens = None
-    if shape.head_size > FLASH_ATTN_MAX_HEAD_SIZE:
+    if shape.largest_head_size > FLASH_ATTN_MAX_HEAD_SIZE:
         slice_tokens, raw_tokens = min(slice_tokens, _RAW_TOKENS), _RAW_TOKENS
     return PrefillLimits(slice_tokens, piece_tokens, raw_tokens)
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.attention.ops.turbo.interface import (
+from vllm.v1.attention.ops.turbo.formats.output_scratch import (
     RAW_TILE_TOKENS,
     OutputScratch,
-    TensorSpecs,
 )
+from vllm.v1.attention.ops.turbo.interface import TensorSpecs
 
 # Bytes of the partial outputs of one call of decode or extend attention.
 PARTIAL_BYTES = 64 * 2**20
@@ -26,8 +26,9 @@ class LayerShape(NamedTuple):
     Attributes:
         num_heads: Hq, query heads.
         num_kv_heads: H, KV heads.
-        head_size: D, of query, key and value.
+        head_size: D, of query and key, and of value unless this has its own.
         dtype: The model's dtype.
+        own_size_v: D of value, and of the output, if it is not ``head_size``.
 
     """
 
@@ -35,6 +36,29 @@ class LayerShape(NamedTuple):
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+    own_size_v: int | None = None
+
+    @staticmethod
+    def of_sizes(
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        head_size_v: int,
+        dtype: torch.dtype,
+    ) -> "LayerShape":
+        """The shape of a layer with these head sizes, equal or not."""
+        own_size_v = None if head_size_v == head_size else head_size_v
+        return LayerShape(num_heads, num_kv_heads, head_size, dtype, own_size_v)
+
+    @property
+    def head_size_v(self) -> int:
+        """D of value and of the output."""
+        return self.own_size_v or self.head_size
+
+    @property
+    def largest_head_size(self) -> int:
+        """D of a prefill, which may pad vectors of the smaller size."""
+        return max(self.head_size, self.head_size_v)
 
     @property
     def num_queries_per_kv(self) -> int:
@@ -44,7 +68,7 @@ class LayerShape(NamedTuple):
     @property
     def max_partials(self) -> int:
         """The most partial results of a call, unless a single request needs more."""
-        row_bytes = self.num_heads * self.head_size * torch.float32.itemsize
+        row_bytes = self.num_heads * self.head_size_v * torch.float32.itemsize
         return max(1, PARTIAL_BYTES // row_bytes)
 
     @property
@@ -67,7 +91,7 @@ class SharedScratch(NamedTuple):
 
     Attributes:
         query: (T, Hq, D) fp16, rotated queries.
-        output: (C, Hq, D) fp32, this rank's part of the results of one call.
+        output: (C, Hq, D of V) fp32, this rank's part of the results of one call.
         lse: (C, Hq) fp32, the part's LSE.
 
     """
@@ -82,7 +106,7 @@ class SharedScratch(NamedTuple):
         heads, size = shape.num_heads, shape.head_size
         return [
             ((num_tokens, heads, size), torch.float16),
-            ((num_slots, heads, size), torch.float32),
+            ((num_slots, heads, shape.head_size_v), torch.float32),
             ((num_slots, heads), torch.float32),
         ]
 
@@ -93,9 +117,9 @@ class RawScratch(NamedTuple):
     C is the query tokens of a call, Hq the query heads of this rank.
 
     Attributes:
-        output: (C, Hq, D), the result.
+        output: (C, Hq, D of V), the result.
         key: (C, H, D), keys whose non-finite numbers do not reach other requests.
-        value: (C, H, D), values, likewise.
+        value: (C, H, D of V), values, likewise.
 
     """
 
@@ -108,22 +132,29 @@ class RawScratch(NamedTuple):
         """Shapes and dtypes of the fields, in order; none without tokens."""
         if num_tokens == 0:
             return []
-        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        return [((num_tokens, n, shape.head_size), shape.dtype) for n in heads]
+        sizes = (
+            (shape.num_heads, shape.head_size_v),
+            (shape.num_kv_heads, shape.head_size),
+            (shape.num_kv_heads, shape.head_size_v),
+        )
+        return [((num_tokens, *size), shape.dtype) for size in sizes]
 
 
 class DecodeScratch(NamedTuple):
     """Scratch of a step's decodes and extends; T query tokens, P partial results.
 
-    Rotated queries are in the output's memory, unless ranks share the context.
+    Rotated queries are in the output's memory, unless ranks share the context, or the
+    output has another head size.
 
     Attributes:
         query_scale: (T, Hq) fp32, factors of the scores, of all calls.
-        partial: (P, Hq, D) fp32, outputs of the splits of one call.
+        partial: (P, Hq, D of V) fp32, outputs of the splits of one call.
         partial_lse: (P, Hq) fp32, their LSE.
         shared: Scratch for ranks that share the context; None if they do not.
         raw: Scratch of attention to query tokens before a call; None if there is none.
         outputs: Scratch of extends that end in outputs; None if none do.
+        query: (T, Hq, D) fp16, rotated queries where the output has another head size
+            and ``shared`` has none; else None.
 
     """
 
@@ -133,11 +164,12 @@ class DecodeScratch(NamedTuple):
     shared: SharedScratch | None = None
     raw: RawScratch | None = None
     outputs: OutputScratch | None = None
+    query: torch.Tensor | None = None
 
     @staticmethod
     def specs(shape: LayerShape, num_tokens: int, num_partials: int) -> TensorSpecs:
         """Shapes and dtypes of the first three fields, in order."""
-        heads, size = shape.num_heads, shape.head_size
+        heads, size = shape.num_heads, shape.head_size_v
         return [
             ((num_tokens, heads), torch.float32),
             ((num_partials, heads, size), torch.float32),
@@ -152,11 +184,11 @@ class PrefillScratch(NamedTuple):
 
     Attributes:
         query: (T, Hq, D) rotated queries.
-        output: (T, Hq, D) output of one piece.
+        output: (T, Hq, D of V) output of one piece.
         key: (P, H, D) dequantised keys, or raw keys of several requests.
-        value: (P, H, D) values, likewise.
-        context: (T, Hq, D) output of all pieces if ranks share the context, Hq then
-            being the query heads of all ranks; None if they do not.
+        value: (P, H, D of V) values, likewise.
+        context: (T, Hq, D of V) output of all pieces if ranks share the context. Hq
+            then is the query heads of all ranks. None if they do not share it.
 
     """
 
@@ -167,7 +199,7 @@ class PrefillScratch(NamedTuple):
     context: torch.Tensor | None = None
 
     def keys_and_values(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first (num_tokens, H, D) of ``key`` and of ``value``."""
+        """The first ``num_tokens`` rows of ``key`` and of ``value``."""
         return self.key[:num_tokens], self.value[:num_tokens]
 
     def own_output(self, num_tokens: int, num_heads: int) -> torch.Tensor:
@@ -187,9 +219,11 @@ class PrefillScratch(NamedTuple):
         """Shapes and dtypes of the fields, in order; none if ``num_tokens`` is None."""
         if num_tokens is None:
             return []
-        rows = (num_tokens, shape.num_heads, shape.head_size)
-        piece = (piece_tokens, shape.num_kv_heads, shape.head_size)
-        tensors = [rows, rows, piece, piece, *([rows] if is_shared else [])]
+        rows, piece = (num_tokens, shape.num_heads), (piece_tokens, shape.num_kv_heads)
+        keys, values = shape.head_size, shape.head_size_v
+        tensors = [(*rows, keys), (*rows, values), (*piece, keys), (*piece, values)]
+        if is_shared:
+            tensors.append((*rows, values))
         return [(tensor, shape.dtype) for tensor in tensors]
 
 

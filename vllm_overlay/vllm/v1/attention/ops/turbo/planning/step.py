@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm.v1.attention.ops.turbo.formats.tail_pages import Tail, TailUpdate
-from vllm.v1.attention.ops.turbo.interface import KeyOffset
+from vllm.v1.attention.ops.turbo.interface import KeyOffset, QueryDirection
 from vllm.v1.attention.ops.turbo.planning.decode import (
     DecodePlan,
     DecodePlanner,
@@ -94,18 +94,23 @@ class StepPlan:
         """Whether tokens of a layer see later tokens of their span."""
         return sliding_window is not None or self.mm_prefix_range is not None
 
+    @property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths of the step's sequences, and where their tokens begin."""
+        num_requests = self.query_start_loc.shape[0] - 1
+        return self.seq_lens[:num_requests], self.query_start_loc
+
     def key_offset(self, table: torch.Tensor | None) -> KeyOffset | None:
         """The offset of the step's keys, from a layer's table; None for none."""
-        if table is None:
-            return None
-        num_requests = self.query_start_loc.shape[0] - 1
-        return KeyOffset(table, self.seq_lens[:num_requests], self.query_start_loc)
+        return None if table is None else KeyOffset(table, *self._places)
+
+    def query_direction(self, table: torch.Tensor | None) -> QueryDirection | None:
+        """The direction for the step's keys, from a layer's table; None for none."""
+        return None if table is None else QueryDirection(table, *self._places)
 
     def tail_update(self, tail: Tail) -> TailUpdate:
         """The store's work for the tails of the step's requests."""
-        num_requests = self.query_start_loc.shape[0] - 1
-        seq_lens = self.seq_lens[:num_requests]
-        return TailUpdate(tail, self.block_table, seq_lens, self.query_start_loc)
+        return TailUpdate(tail, self.block_table, *self._places)
 
     def plan_decodes(self, planners: Iterable[DecodePlanner]) -> None:
         """Fill in ``decode_plans``."""

@@ -15,6 +15,7 @@ from vllm.v1.attention.ops.turbo.reference.rotation import (
     rotate,
     round_query,
 )
+from vllm.v1.attention.ops.turbo.reference.unbias import unbiased
 
 __all__ = [
     "attention",
@@ -26,4 +27,5 @@ __all__ = [
     "round_query",
     "store",
     "tile_addresses",
+    "unbiased",
 ]

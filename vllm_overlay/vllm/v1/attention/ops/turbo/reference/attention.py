@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.v1.attention.ops.turbo import interface
+from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.interface import AttentionCall, DecodeBatch
 from vllm.v1.attention.ops.turbo.reference.cache import load
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate
@@ -34,7 +35,7 @@ def attention(
     Args:
         query: (Q, Hq, D), the last Q positions of the sequence.
         key: (T, H, D).
-        value: (T, H, D).
+        value: (T, H, D of V).
         scale: Factor of the scores.
         causal: Whether query i sees only the first T - Q + i + 1 tokens.
         sliding_window: The most of these that query i sees, the newest ones; None for
@@ -47,7 +48,7 @@ def attention(
             no cap.
 
     Returns:
-        Output (Q, Hq, D) and natural log-sum-exp (Q, Hq) of the scores.
+        Output (Q, Hq, D of V) and natural log-sum-exp (Q, Hq) of the scores.
 
     """
     num_queries, num_heads, _ = query.shape
@@ -158,10 +159,13 @@ def paged_attention(call: AttentionCall, spans: "SpanPlan | None" = None) -> Non
         )
 
 
-def _no_result(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_result(
+    query: torch.Tensor, layout: TurboFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of attention to no tokens, fp32."""
-    lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
-    return torch.zeros_like(query, dtype=torch.float32), lse
+    rows, options = query.shape[:2], {"device": query.device, "dtype": torch.float32}
+    lse = torch.full(rows, -torch.inf, **options)
+    return torch.zeros(*rows, layout.head_size_v, **options), lse
 
 
 def shared_attention(call: AttentionCall, context_parallel: "ContextParallel") -> None:
@@ -178,8 +182,8 @@ def shared_attention(call: AttentionCall, context_parallel: "ContextParallel") -
     assert call.query is not None and raw is not None
     scale, cap = call.scoring.scale, call.scoring.soft_cap
     queries = context_parallel.gather(call.query)
-    part, part_lse = _no_result(queries)
-    raw_output, raw_lse = _no_result(call.query)
+    part, part_lse = _no_result(queries, call.layout)
+    raw_output, raw_lse = _no_result(call.query, call.layout)
     starts = _query_starts(batch)
     query_lens = torch.tensor(starts).diff()
     contexts = (batch.seq_lens[: len(query_lens)].cpu() - query_lens).clamp(min=0)

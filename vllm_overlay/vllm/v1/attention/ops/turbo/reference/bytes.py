@@ -12,7 +12,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.format import ScaleWords
-from vllm.v1.attention.ops.turbo.reference.codec import by_group, from_groups
+from vllm.v1.attention.ops.turbo.reference.levels import by_group, from_groups
 
 
 def pack_scales(scale_codes: torch.Tensor, words: ScaleWords) -> torch.Tensor:

@@ -3,8 +3,8 @@
 """The turbo KV cache in PyTorch: the executable form of ``format``.
 
 The kernels are tested against this package, bit for bit where bytes are written. It
-also serves CPU tensors. Shapes: T tokens, H KV heads, D the head size. Rotated vectors
-are in the order of coordinates r that ``TurboFormat`` defines.
+also serves CPU tensors. Shapes: T tokens, H KV heads, D the head size of K or V.
+Rotated vectors are in the order of coordinates r that ``TurboFormat`` defines.
 """
 
 from functools import cache
@@ -14,7 +14,11 @@ import torch
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
-from vllm.v1.attention.ops.turbo.interface import KeyOffset, StoreCall
+from vllm.v1.attention.ops.turbo.interface import (
+    KeyOffset,
+    QueryDirection,
+    StoreCall,
+)
 from vllm.v1.attention.ops.turbo.reference.bytes import (
     pack_codes,
     pack_scales,
@@ -31,12 +35,12 @@ from vllm.v1.attention.ops.turbo.reference.rotation import rotate
 def _interleaved(start: int, layout: TurboFormat) -> list[torch.Tensor]:
     """The addresses of values' codes: int64 (16, bytes of a token) for each plane."""
     n = torch.arange(fmt.TILE_TOKENS)[:, None, None, None]
-    group = torch.arange(layout.num_groups)[:, None, None]
+    group = torch.arange(layout.num_groups_v)[:, None, None]
     word, byte = 4 * torch.arange(2)[:, None], torch.arange(2)
 
     def plane(pair_bytes: int, words: torch.Tensor) -> torch.Tensor:
         """The addresses in a plane whose pairs of tokens have so many bytes a group."""
-        eight_tokens = 4 * pair_bytes * layout.num_groups
+        eight_tokens = 4 * pair_bytes * layout.num_groups_v
         of_token = n // 8 * eight_tokens + n % 8 // 2 * pair_bytes + n % 2 * 2
         return (of_token + 4 * pair_bytes * group + words + byte).flatten(1)
 
@@ -44,7 +48,7 @@ def _interleaved(start: int, layout: TurboFormat) -> list[torch.Tensor]:
         # The first unit of each group, then the second ones.
         units = [plane(16, 8 * p + word) for p in range(2)]
         return [start + torch.cat(units, 1)]
-    path_start = start + fmt.TILE_TOKENS * layout.head_size // 4
+    path_start = start + fmt.TILE_TOKENS * layout.head_size_v // 4
     return [start + plane(8, word), path_start + plane(4, word[:1])]
 
 
@@ -62,23 +66,16 @@ def tile_addresses(layout: TurboFormat) -> tuple[torch.Tensor, torch.Tensor]:
     def rows(start: int, width: int) -> torch.Tensor:
         return start + tokens * width + torch.arange(width)
 
-    def side(codes_start: int, bits: int, scales_start: int) -> torch.Tensor:
-        if codes_start == layout.value_codes_offset:
-            parts = _interleaved(codes_start, layout)
-        elif bits == 4:
-            parts = [rows(codes_start, layout.head_size // 2)]
-        else:
-            branches = layout.head_size // 4
-            parts = [rows(codes_start, branches)]
-            path_start = codes_start + fmt.TILE_TOKENS * branches
-            parts.append(rows(path_start, layout.head_size // 8))
-        parts.append(rows(scales_start, layout.scale_bytes))
-        return torch.cat(parts, 1)
-
-    return (
-        side(0, layout.key_bits, layout.key_scales_offset),
-        side(layout.value_codes_offset, layout.value_bits, layout.value_scales_offset),
-    )
+    if layout.key_bits == 4:
+        keys = [rows(0, layout.head_size // 2)]
+    else:
+        branches = layout.head_size // 4
+        paths = rows(fmt.TILE_TOKENS * branches, layout.head_size // 8)
+        keys = [rows(0, branches), paths]
+    keys.append(rows(layout.key_scales_offset, layout.scale_words.num_bytes))
+    values = _interleaved(layout.value_codes_offset, layout)
+    values.append(rows(layout.value_scales_offset, layout.scale_words_v.num_bytes))
+    return torch.cat(keys, 1), torch.cat(values, 1)
 
 
 def _region(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -105,14 +102,25 @@ def without_offset(key: torch.Tensor, key_offset: torch.Tensor) -> torch.Tensor:
     return (key.float() - key_offset).to(key.dtype)
 
 
-def offsets_of(offset: KeyOffset, num_tokens: int) -> torch.Tensor:
-    """The offset of each of a call's tokens, (T, H, D) fp32."""
-    starts = offset.query_start_loc
+def _positions(by_place: KeyOffset | QueryDirection, num_tokens: int) -> torch.Tensor:
+    """The position of each of a call's tokens in its sequence, (T,)."""
+    starts = by_place.query_start_loc
     tokens = torch.arange(num_tokens, device=starts.device)
     rows = torch.searchsorted(starts, tokens, right=True, out_int32=True) - 1
     rows = rows.clamp(0, starts.shape[0] - 2)
-    places = offset.seq_lens[rows] - (starts[rows + 1] - tokens)
-    return offset.table[interface.offset_rows(places, offset.table)]
+    return by_place.seq_lens[rows] - (starts[rows + 1] - tokens)
+
+
+def offsets_of(offset: KeyOffset, num_tokens: int) -> torch.Tensor:
+    """The offset of each of a call's tokens, (T, H, D) fp32."""
+    positions = _positions(offset, num_tokens)
+    return offset.table[interface.offset_rows(positions, offset.table)]
+
+
+def directions_of(direction: QueryDirection, num_tokens: int) -> torch.Tensor:
+    """The direction for the key of each of a call's tokens, (T, H, D) fp16."""
+    positions = _positions(direction, num_tokens)
+    return direction.table[interface.direction_rows(positions, direction.table)]
 
 
 def store(call: StoreCall) -> None:
@@ -129,6 +137,9 @@ def store(call: StoreCall) -> None:
     if key_offset is not None:
         offsets = offsets_of(key_offset, slot_mapping.shape[0])
         key = without_offset(key[: len(offsets)], offsets)
+    directions = None
+    if call.query_direction is not None:
+        directions = directions_of(call.query_direction, slot_mapping.shape[0])
     region = _region(kv_cache)
     block_size = kv_cache.shape[2]
     num_tokens = slot_mapping.shape[0]
@@ -139,14 +150,16 @@ def store(call: StoreCall) -> None:
     blocks = (slots // block_size)[:, None, None]
     heads = torch.arange(kv_cache.shape[1], device=slots.device)[None, :, None]
     sides = (
-        (key, layout.key_codebook, False),
-        (value, layout.value_codebook, True),
+        (key, layout.key_codebook, layout.scale_words, False, directions),
+        (value, layout.value_codebook, layout.scale_words_v, True, None),
     )
-    for (tensor, codebook, is_value), addresses in zip(sides, tile_addresses(layout)):
-        index, scales = quantize(rotate(tensor[:num_tokens][kept]), codebook)
+    for side, addresses in zip(sides, tile_addresses(layout)):
+        tensor, codebook, words, is_value, across = side
+        rotated = rotate(tensor[:num_tokens][kept])
+        across = None if across is None else across[kept]
+        index, scales = quantize(rotated, codebook, across)
         codes = pack_codes(index, codebook.bits, is_value)
-        parts = [codes, pack_scales(scales, layout.scale_words)]
-        packed = torch.cat(parts, -1)
+        packed = torch.cat([codes, pack_scales(scales, words)], -1)
         rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
         region[blocks, heads, (tile[:, None] + rows)[:, None, :]] = packed
 
@@ -173,16 +186,16 @@ def load(
     blocks = (slots // block_size)[:, None, None]
     heads = torch.arange(kv_cache.shape[1], device=slots.device)[None, :, None]
     sides = []
-    codebooks = (
-        (layout.key_codebook, False),
-        (layout.value_codebook, True),
+    kinds = (
+        (layout.key_codebook, layout.key_code_bytes, layout.scale_words, False),
+        (layout.value_codebook, layout.value_code_bytes, layout.scale_words_v, True),
     )
-    for (codebook, is_value), addresses in zip(codebooks, tile_addresses(layout)):
+    for kind, addresses in zip(kinds, tile_addresses(layout)):
+        codebook, code_bytes, words, is_value = kind
         rows = addresses.to(slots.device)[position % fmt.TILE_TOKENS]
         packed = region[blocks, heads, (tile[:, None] + rows)[:, None, :]]
-        code_bytes = layout.head_size * codebook.bits // 8
         codes = packed[..., :code_bytes]
         index = unpack_codes(codes, codebook.bits, is_value)
-        scales = unpack_scales(packed[..., code_bytes:], layout.scale_words)
+        scales = unpack_scales(packed[..., code_bytes:], words)
         sides.append(dequantize(index, scales, codebook))
     return sides[0], sides[1]

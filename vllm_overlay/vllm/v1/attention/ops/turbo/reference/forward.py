@@ -54,7 +54,8 @@ def forward(
     if key is not None and value is not None:
         offset = step.key_offset(scoring.key_offset)
         tokens = kv_cache, step.slot_mapping, key, value, layout
-        store(StoreCall(*tokens, key_offset=offset))
+        direction = step.query_direction(runner.query_direction)
+        store(StoreCall(*tokens, key_offset=offset, query_direction=direction))
         if tail is not None:
             update_tail(step.tail_update(tail), *tokens, offset)
     decodes = DecodeBatch(

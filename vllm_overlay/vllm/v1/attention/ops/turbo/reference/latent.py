@@ -38,8 +38,8 @@ from vllm.v1.attention.ops.turbo.reference.cache import without_offset
 from vllm.v1.attention.ops.turbo.reference.codec import (
     dequantize_groups,
     quantize_groups,
-    scale_values,
 )
+from vllm.v1.attention.ops.turbo.reference.levels import scale_values
 from vllm.v1.attention.ops.turbo.reference.rotation import inverse_rotate, rotate
 
 _FP32_MAX = torch.finfo(torch.float32).max

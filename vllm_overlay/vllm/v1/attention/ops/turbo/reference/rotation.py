@@ -6,7 +6,7 @@ import torch
 
 from vllm.v1.attention.ops.turbo import format as fmt
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.reference.codec import exponent_of, power_of_two
+from vllm.v1.attention.ops.turbo.reference.levels import exponent_of, power_of_two
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _INT8_MAX = torch.iinfo(torch.int8).max

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The tail in PyTorch: the executable form of ``formats.tail``.
 
-Shapes: R rows of a page, H KV heads, D the head size, G = D / 16 scales of a vector.
+Shapes: R rows of a page, H KV heads, D the head size of K or V, G = D / 16 scales of a
+vector.
 """
 
 import torch

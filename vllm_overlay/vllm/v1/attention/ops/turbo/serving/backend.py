@@ -82,17 +82,19 @@ class TurboPagesBackend(CacheDTypeBackend):
     @classmethod
     def prepare_weights(cls, model: torch.nn.Module) -> None:
         """Set the offset of K in layers that add a bias to it."""
-        from vllm.v1.attention.ops.turbo.keys.bias import prepare_key_biases
+        from vllm.v1.attention.ops.turbo.keys.loading import prepare_key_biases
 
         prepare_key_biases(model)
 
     @classmethod
     def after_loading(cls, worker: "Worker") -> None:
         """Take the means of K off in all layers that can have them."""
+        from vllm.v1.attention.ops.turbo.keys.loading import check_key_biases
         from vllm.v1.attention.ops.turbo.serving.means import set_key_means
 
         with set_current_vllm_config(worker.vllm_config):
             set_key_means(worker.model_runner, worker.vllm_config)
+        check_key_biases(worker.model_runner.get_model())
 
     @classmethod
     def customize_specs(

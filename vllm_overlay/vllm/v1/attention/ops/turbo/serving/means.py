@@ -262,7 +262,8 @@ def set_key_means(runner: PassRunner, vllm_config: VllmConfig) -> None:
         _report_problem(vllm_config, problem)
         return
     assert means is not None
-    used, without = set_tables(model, means)
+    max_model_len = vllm_config.model_config.max_model_len
+    used, without = set_tables(model, means, max_model_len)
     share_tables(vllm_config)
     _report(vllm_config, used, without, start, time.monotonic() - began_s)
 
@@ -304,6 +305,8 @@ def _report(
     source = "read from" if start.means is not None else "measured, and kept in"
     kept = f"{source} {start.path}" if start.path else "measured, and kept in no file"
     words = [f"{line}; {kept} ({seconds:.1f} s)", *_grouped(without)]
+    if used and not vllm_config.model_config.use_mla:
+        words.append("Errors of K are orthogonal to where most queries look")
     cache_dtype = vllm_config.cache_config.cache_dtype
     logger.info_once("KV cache %s: %s.", cache_dtype, ". ".join(words), scope="process")
     if used and vllm_config.kv_transfer_config is not None:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Gives layers the offsets of K, or the means of latents, that follow from means."""
+"""Gives layers the tables that follow from a pass of text.
+
+They are the offsets of K or the means of latents, and the directions of queries.
+"""
 
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.format import is_turbo_cache_dtype
+from vllm.v1.attention.ops.turbo.keys import directions
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
 from vllm.v1.attention.ops.turbo.keys.bias import turbo_layers
 from vllm.v1.attention.ops.turbo.keys.means import LayerMeans, Means
@@ -22,13 +26,14 @@ LAYER_REASONS = (refusals.SOFT_CAP, refusals.STATES, UNKNOWN_ROPE, NOT_RUN)
 
 
 def set_tables(
-    model: nn.Module, means: Means
+    model: nn.Module, means: Means, max_model_len: int
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Give layers of a turbo dtype the offsets that follow from means.
+    """Give layers of a turbo dtype the offsets and directions that follow from means.
 
     Args:
         model: A model with loaded weights.
         means: The means of all ranks' heads.
+        max_model_len: The most positions of a sequence.
 
     Returns:
         The share of K's length that the mean takes, by layer; and by other layer the
@@ -43,7 +48,11 @@ def set_tables(
         for layer, _ in layers.values()
         if layer.impl.runner.scoring.soft_cap is not None
     }
-    rotaries: dict[nn.Module | None, key_offset.Rotary | None] = {None: None}
+    # The rotations of rows of an offset's table, and of a direction's.
+    rotaries: dict[nn.Module | None, tuple[key_offset.Rotary | None, ...]] = {
+        None: (None, None)
+    }
+    in_rows = directions.direction_segments(max_model_len)
     used: dict[str, float] = {}
     without: dict[str, str] = {}
     for name, (layer, parent) in layers.items():
@@ -61,13 +70,19 @@ def set_tables(
         try:
             rotary = key_offset.find_rotary(parent, model)
             if rotary is not None and rotary not in rotaries:
-                rotaries[rotary] = key_offset.mean_rotary(rotary)
+                rotaries[rotary] = (
+                    key_offset.mean_rotary(rotary),
+                    key_offset.mean_rotary(rotary, in_rows),
+                )
         except key_offset.UnknownRotation:
             without[name] = UNKNOWN_ROPE
             continue
-        table = own.table(rotaries[rotary])
-        _set_table(layer, table)
+        of_offset, of_direction = rotaries[rotary]
+        table = own.table(of_offset)
+        runner.set_key_offset(_buffer(layer, key_offset.BUFFER, table))
         runner.key_offset_replicas = kv_head_replicas(layer, parent)
+        across = directions.direction_table(own.direction, of_direction)
+        runner.query_direction = _buffer(layer, directions.BUFFER, across)
         if runner.key_bias is not None:
             runner.key_bias.set_means(table)
         used[name] = own.share
@@ -126,13 +141,13 @@ def _own_heads(
     return means.heads(slice(part * num_heads, (part + 1) * num_heads))
 
 
-def _set_table(layer: Attention, table: torch.Tensor) -> None:
-    """Let a layer take a table off K, before its kernels and graphs are made."""
+def _buffer(layer: Attention, name: str, table: torch.Tensor) -> torch.Tensor:
+    """Make a table a buffer of a layer, before its kernels and graphs are made."""
     device = next(layer.parameters(), layer._k_scale).device
-    if hasattr(layer, key_offset.BUFFER):
-        delattr(layer, key_offset.BUFFER)
-    layer.register_buffer(key_offset.BUFFER, table.to(device), persistent=False)
-    layer.impl.runner.set_key_offset(getattr(layer, key_offset.BUFFER))
+    if hasattr(layer, name):
+        delattr(layer, name)
+    layer.register_buffer(name, table.to(device), persistent=False)
+    return getattr(layer, name)
 
 
 def share_tables(vllm_config: VllmConfig) -> None:

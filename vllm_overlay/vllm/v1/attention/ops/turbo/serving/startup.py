@@ -85,7 +85,8 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
             is_served = type(layer) is MLAAttention
             layout = LatentFormat.from_cache_dtype(cache_dtype, spec.head_size)
         else:
-            layout = TurboFormat.from_cache_dtype(cache_dtype, spec.head_size)
+            sizes = spec.head_size, spec.head_size_v
+            layout = TurboFormat.from_cache_dtype(cache_dtype, *sizes)
         content = backend.customize_spec(spec).state_content_bytes
         if is_served and content == layout.slot_size:
             if backend.is_mla() and turbo_impls(vllm_config):
@@ -148,7 +149,7 @@ def share_caches(vllm_config: VllmConfig) -> None:
 def _kind(impl: TurboImpl) -> tuple[object, ...]:
     """The key that layers of the same kind share."""
     runner = impl.runner
-    sizes = impl.num_kv_heads, impl.head_size, _num_slots(impl)
+    sizes = impl.num_kv_heads, runner.layout, _num_slots(impl)
     scoring = runner.scoring
     features = scoring.sinks is not None, scoring.soft_cap
     return *sizes, scoring.sliding_window, *features
@@ -157,6 +158,12 @@ def _kind(impl: TurboImpl) -> tuple[object, ...]:
 def _num_slots(impl: TurboImpl) -> int:
     """Slots of all KV heads that a layer stores for a token of a request."""
     return impl.runner.states_per_token * impl.num_kv_heads
+
+
+def _numbers(impl: TurboImpl) -> int:
+    """Coordinates of K and V of a token and KV head."""
+    layout = impl.runner.layout
+    return layout.head_size + layout.head_size_v
 
 
 def _token_bytes(impl: TurboImpl) -> int:
@@ -169,7 +176,10 @@ def _layers(impl: TurboImpl, count: int) -> str:
     slot_bytes = _token_bytes(impl)
     scoring = impl.runner.scoring
     window = scoring.sliding_window
-    features = "" if window is None else f", sliding window: {window}"
+    layout = impl.runner.layout
+    features = "" if layout.is_even else f" of K, {layout.head_size_v} of V"
+    if window is not None:
+        features += f", sliding window: {window}"
     if scoring.sinks is not None:
         features += ", attention sinks"
     if scoring.soft_cap is not None:
@@ -196,7 +206,7 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
     counts = Counter(_kind(impl) for impl in impls)
     layers = ", ".join(_layers(impl, counts[kind]) for kind, impl in kinds.items())
     packed = sum(map(_token_bytes, impls))
-    unpacked = sum(_num_slots(impl) * 4 * impl.head_size for impl in impls)
+    unpacked = sum(_num_slots(impl) * _numbers(impl) * 2 for impl in impls)
     workspace = max(impl.runner.workspace_bytes for impl in kinds.values())
     shared = f"; {num_shared} more read caches of these" if num_shared else ""
     unpacked_layers = (

@@ -237,16 +237,20 @@ def load_side(
         codes_ptr = tile_ptr + LAYOUT.value_codes_offset
         scales_ptr = tile_ptr + LAYOUT.value_scales_offset
         BITS: tl.constexpr = LAYOUT.value_bits
+        HEAD_SIZE: tl.constexpr = LAYOUT.head_size_v
+        SCALE_WORDS: tl.constexpr = LAYOUT.scale_words_v
+        COLUMNS: tl.constexpr = LAYOUT.columns_v
     else:
         codes_ptr = tile_ptr
         scales_ptr = tile_ptr + LAYOUT.key_scales_offset
         BITS: tl.constexpr = LAYOUT.key_bits
-    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
-    SCALE_WORDS: tl.constexpr = LAYOUT.scale_words
-    mask = column < LAYOUT.columns
+        HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+        SCALE_WORDS: tl.constexpr = LAYOUT.scale_words
+        COLUMNS: tl.constexpr = LAYOUT.columns
+    mask = column < COLUMNS
     if inside is not None:
         mask = inside & mask
-    elif column.shape[0] * column.shape[1] == LAYOUT.columns:
+    elif column.shape[0] * column.shape[1] == COLUMNS:
         mask = None
     word = load_units(
         codes_ptr, token, column, same_column, mask, HEAD_SIZE, BITS, IS_VALUE

@@ -55,7 +55,7 @@ class DecodeTuning(NamedTuple):
 
 
 def default_tuning(head_size: int) -> DecodeTuning:
-    """The launch parameters for a head size.
+    """The launch parameters for a head size, the larger one of K's and V's.
 
     Issuing instructions takes most of the time. Large blocks repeat the softmax and
     addresses least, and 168 registers let 12 programs share a multiprocessor. Heads
@@ -132,12 +132,13 @@ def decode_attention(
     num_kv_heads, block_size = kv_cache.shape[1:3]
     check_pages(kv_cache, layout)
     assert partials.output.is_contiguous() and partials.lse.is_contiguous()
+    assert head_size == layout.head_size, (head_size, layout)
     assert call.output.stride(2) == 1
     batch.check(num_tokens)
     if batch.num_seqs == 0:
         return
     if tuning is None:
-        tuning = default_tuning(head_size)
+        tuning = default_tuning(max(head_size, layout.head_size_v))
     if sliding_window is not None:
         partials = splits_of_window(partials, batch, sliding_window, tuning.block_n)
     num_splits = batch.num_splits(partials.lse.shape[0])

@@ -143,6 +143,32 @@ def _first_token_gain(
 
 
 @triton.jit
+def _value_columns(
+    columns,  # of K, [C], and the same numbers from ``as_loaded``
+    ptr,  # any pointer to int32
+    never,  # see ``as_loaded``
+    LAYOUT: tl.constexpr,
+):
+    """The columns of a step of V; those of K if there are as many."""
+    BLOCK_C: tl.constexpr = LAYOUT.block_c_v
+    if LAYOUT.block_c == BLOCK_C:
+        return columns
+    else:
+        o_column = tl.arange(0, BLOCK_C)
+        return o_column, as_loaded(o_column, ptr, never)
+
+
+@triton.jit
+def _no_values(LAYOUT: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Zeros for each step of V's coordinates, fp32 [C, H]."""
+    BLOCK_C: tl.constexpr = LAYOUT.block_c_v
+    b_acc = ()
+    for _ in tl.static_range(LAYOUT.head_size_v // LAYOUT.columns_v):
+        b_acc = b_acc + (tl.zeros([BLOCK_C, BLOCK_H], tl.float32),)
+    return b_acc
+
+
+@triton.jit
 def _store_partial(
     partials,
     partial_row,  # [H]
@@ -150,20 +176,20 @@ def _store_partial(
     b_sum,  # [N / 2, H]
     b_max,  # [H]
     m_h,  # [H]
-    m_query,  # [C, H]
-    o_column,  # [C]
+    o_column,  # [C], of V
     LAYOUT: tl.constexpr,
 ):
     """Write a split's output and LSE."""
-    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
-    COLUMNS: tl.constexpr = LAYOUT.columns
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size_v
+    COLUMNS: tl.constexpr = LAYOUT.columns_v
     total = tl.sum(b_sum, 0)
     tl.store(partials.lse + partial_row, b_max + tl.log2(total), mask=m_h)
+    m_output = (o_column < COLUMNS)[:, None] & m_h[None, :]
     p_partial = partials.output + (partial_row * HEAD_SIZE)[None, :]
     for i in tl.static_range(HEAD_SIZE // COLUMNS):
         o_d = value_coordinate(o_column, i, COLUMNS, HEAD_SIZE)[:, None]
         b_output = b_acc[i] / total[None, :]
-        tl.store(p_partial + o_d, b_output, mask=m_query)
+        tl.store(p_partial + o_d, b_output, mask=m_output)
 
 
 @triton.jit(
@@ -196,7 +222,7 @@ def decode_kernel(
     seq_lens_ptr,  # [B]
     whole_lens_ptr,  # [B], including tokens of the tail, or None
     query_start_loc_ptr,  # [B + 1]
-    partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
+    partials,  # ``Partials``, base 2: [B, S, Q, Hq, D of V] and [B, S, Q, Hq] fp32
     original_query_ptr,  # [T, Hq, D], not rotated, with an offset
     offset_ptr,  # [G, H, D] fp32, taken off the cached keys, or None
     num_offsets,
@@ -260,12 +286,11 @@ def decode_kernel(
 
     o_column = tl.arange(0, BLOCK_C)
     columns = o_column, as_loaded(o_column, seq_lens_ptr, seq_len < 0)
+    columns_v = _value_columns(columns, seq_lens_ptr, seq_len < 0, LAYOUT)
     p_query = query_ptr + o_column[:, None] + (row * HEAD_SIZE)[None, :]
     m_query = (o_column < COLUMNS)[:, None] & m_h[None, :]
     b_query = load_queries(p_query, m_query, LAYOUT)
-    b_acc = ()
-    for _ in tl.static_range(len(b_query)):
-        b_acc = b_acc + (tl.zeros([BLOCK_C, BLOCK_H], tl.float32),)
+    b_acc = _no_values(LAYOUT, BLOCK_H)
     query_scale = tl.load(query_scale_ptr + row, mask=m_h, other=0.0)
     b_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     # A sum for each index in a block of tokens; they are added after the loop.
@@ -318,11 +343,11 @@ def decode_kernel(
             b_score = b_score[0] + tl.where(is_first, gain[None, :], 0.0), b_score[1]
         b_acc, b_sum, b_max = rescaled(b_acc, b_sum, b_max, b_score, CASE)
         b_acc, b_sum = attend(
-            b_acc, b_sum, b_max, b_score, tile_ptr, o_token // 2, m_n, columns, LAYOUT
+            b_acc, b_sum, b_max, b_score, tile_ptr, o_token // 2, m_n, columns_v, LAYOUT
         )
 
     if offset_ptr is not None:
         b_max += missing
     _store_partial(
-        partials, partial_row, b_acc, b_sum, b_max, m_h, m_query, o_column, LAYOUT
+        partials, partial_row, b_acc, b_sum, b_max, m_h, columns_v[0], LAYOUT
     )

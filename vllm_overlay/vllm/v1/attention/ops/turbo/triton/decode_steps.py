@@ -4,7 +4,8 @@
 """The phases of a step of ``triton.decode_kernel``.
 
 A step has N tokens, as pairs: N / 2 even ones and N / 2 odd ones. ``columns`` has the
-columns of a step of coordinates, [C], and the same numbers from ``codec.as_loaded``.
+columns of a step of coordinates, [C], and the same numbers from ``codec.as_loaded``. C
+is of K where scores are computed, and of V where values are added.
 ``rows`` determines the tokens that rows see: their query tokens, [H], the number of
 tokens that the first of these sees, and the most that each sees. Names of blocks of
 values begin with ``b_``, of indices with ``o_``, of masks with ``m_``.
@@ -193,9 +194,9 @@ def _add_values(
     TOKEN: tl.constexpr,
 ):
     """Add V^T P of the even (TOKEN 0) or odd (TOKEN 1) tokens of pairs."""
-    COLUMNS: tl.constexpr = LAYOUT.columns
-    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
-    SCALE_WORDS: tl.constexpr = LAYOUT.scale_words
+    COLUMNS: tl.constexpr = LAYOUT.columns_v
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size_v
+    SCALE_WORDS: tl.constexpr = LAYOUT.scale_words_v
     o_column, same_column = columns
     # Where there is no token the cache may hold infinity, and zero times infinity is
     # not zero.
@@ -234,12 +235,12 @@ def attend(
     LAYOUT: tl.constexpr,
 ):
     """Add a step's weights and weighted values to the sums, relative to ``b_max``."""
-    HEAD_SIZE: tl.constexpr = LAYOUT.head_size
-    COLUMNS: tl.constexpr = LAYOUT.columns
+    HEAD_SIZE: tl.constexpr = LAYOUT.head_size_v
+    COLUMNS: tl.constexpr = LAYOUT.columns_v
     BITS: tl.constexpr = LAYOUT.value_bits
     o_column, same_column = columns
     mask = (o_column < COLUMNS)[:, None]
-    if LAYOUT.block_c == COLUMNS:
+    if LAYOUT.block_c_v == COLUMNS:
         mask = None
     words = load_value_pairs(
         (tile_ptr + LAYOUT.value_codes_offset)[None, :],

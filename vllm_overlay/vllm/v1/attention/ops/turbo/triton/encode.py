@@ -23,9 +23,7 @@ from vllm.v1.attention.ops.turbo.triton.codec import (
 from vllm.v1.attention.ops.turbo.triton.rotate import load_integers, rotate_integers
 from vllm.v1.attention.ops.turbo.triton.scales import (
     choose_scales,
-    nearest_level,
     normaliser_of,
-    round_to_integer,
     store_scales,
     unfold,
     unit_of_column,
@@ -36,18 +34,18 @@ from vllm.v1.attention.ops.turbo.triton.trellis import (
     store_trellis,
     trellis_constants,
 )
+from vllm.v1.attention.ops.turbo.triton.unbiased import (
+    code_to_move,
+    directed_indices,
+    magnitude_of,
+    nearest_index,
+    square_of,
+    unbiasing_factor,
+)
 
 _HALF = tl.constexpr(fmt.NUM_LEVELS // 2)
 _STEPS = tl.constexpr(fmt.SCALE_GROUP)
 _SCALE_MAX = tl.constexpr(fmt.SCALE_MAX)
-_PRODUCT_UNIT = tl.constexpr(float(1 << fmt.PRODUCT_FRACTION_BITS))
-# A product, because Triton divides approximately.
-_INVERSE_UNIT = tl.constexpr(1.0 / (1 << fmt.PRODUCT_FRACTION_BITS))
-_UNBIAS_ROUNDS = tl.constexpr(fmt.UNBIAS_ROUNDS)
-_UNBIAS_LIMIT = tl.constexpr(fmt.UNBIAS_LIMIT)
-_BIAS_WEIGHT = tl.constexpr(fmt.BIAS_WEIGHT)
-# The index of no coordinate.
-_NONE = tl.constexpr(1 << 20)
 
 
 def constants(codebook: Codebook) -> tuple:
@@ -64,118 +62,6 @@ _VALUES_4 = tl.constexpr(constants(fmt.VALUE_CODEBOOKS[4]))
 _VALUES_3 = tl.constexpr(trellis_constants(fmt.VALUE_CODEBOOKS[3]))
 _LATENTS_4 = tl.constexpr(constants(LATENT_CODEBOOKS[4]))
 _LATENTS_3 = tl.constexpr(trellis_constants(LATENT_CODEBOOKS[3]))
-
-
-@triton.jit
-def _magnitude(y):
-    return tl.minimum(tl.abs(y), _SCALE_MAX)
-
-
-@triton.jit
-def _level_of(index, CODEBOOK: tl.constexpr):
-    """Magnitudes of the levels with these indices in the upper half, fp32."""
-    MAGNITUDES: tl.constexpr = CODEBOOK[0]
-    level = tl.full(index.shape, MAGNITUDES[0], tl.float32)
-    for j in tl.static_range(1, _HALF):
-        level = tl.where(index >= j, MAGNITUDES[j], level)
-    return level
-
-
-@triton.jit
-def _nearest_index(
-    magnitude,  # [T, C] fp32
-    scale,  # [T, C] fp32
-    CODEBOOK: tl.constexpr,
-):
-    """Indices of the nearest levels in the upper half, int32 [T, C]."""
-    THRESHOLDS: tl.constexpr = CODEBOOK[1]
-    index = tl.zeros(scale.shape, tl.int32)
-    for j in tl.static_range(_HALF - 1):
-        index += (magnitude > scale * THRESHOLDS[j]).to(tl.int32)
-    return index
-
-
-@triton.jit
-def _unbiasing_factor(
-    y,  # NUM_STEPS of [T, C] fp32
-    scale,  # [T, C] fp32
-    normaliser,  # [T, 1] fp32
-    square,  # [T] fp32, of the vectors
-    CODEBOOK: tl.constexpr,
-):
-    """The factor of ``reference.codec._unbiased`` and the rest that it leaves.
-
-    Both are fp32 [T].
-    """
-    factor = tl.full(square.shape, 1.0, tl.float32)
-    best_factor = factor
-    best_rest = tl.full(square.shape, float("inf"), tl.float32)
-    for _ in range(_UNBIAS_ROUNDS + 1):
-        product = tl.zeros_like(scale)
-        for i in tl.static_range(len(y)):
-            x = _magnitude(y[i])
-            level = nearest_level(x * factor[:, None], scale, CODEBOOK)
-            product += _product(x * normaliser, level * scale * normaliser, CODEBOOK)
-        rest = square - tl.sum(product, 1)
-        better = tl.abs(rest) < tl.abs(best_rest)
-        best_factor = tl.where(better, factor, best_factor)
-        best_rest = tl.where(better, rest, best_rest)
-        factor += tl.div_rn(rest, tl.maximum(square, 1.0))
-        factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
-        factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
-    return best_factor, best_rest
-
-
-@triton.jit
-def _product(x, decoded, CODEBOOK: tl.constexpr):
-    GAIN: tl.constexpr = CODEBOOK[2]
-    return round_to_integer(x * decoded * GAIN)
-
-
-@triton.jit
-def _code_to_move(
-    y,  # NUM_STEPS of [T, C] fp32
-    scale,  # [T, C] fp32
-    normaliser,  # [T, 1] fp32
-    square,  # [T] fp32, of the vectors
-    factor,  # [T] fp32
-    rest,  # [T] fp32
-    unit,  # [C], of each column
-    CODEBOOK: tl.constexpr,
-    NUM_UNITS: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-    FOLD: tl.constexpr,
-):
-    """The coordinate whose code moves to the next level, or ``_NONE``: int32 [T].
-
-    ``reference.codec._unbiased`` has the rule.
-    """
-    GAIN: tl.constexpr = CODEBOOK[2]
-    outwards = tl.where(rest > 0, 1, -1)[:, None]
-    least = tl.full(scale.shape, float("inf"), tl.float32)
-    first = tl.full(scale.shape, _NONE, tl.int32)
-    fold = tl.arange(0, FOLD * BLOCK_U) // BLOCK_U
-    for i in tl.static_range(len(y)):
-        magnitude = _magnitude(y[i])
-        x = magnitude * normaliser
-        index = _nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
-        moved = index + outwards
-        possible = (moved >= 0) & (moved < _HALF) & (unit < NUM_UNITS)[None, :]
-        decoded = _level_of(index, CODEBOOK) * scale * normaliser
-        other = _level_of(moved, CODEBOOK) * scale * normaliser
-        mended = _product(x, other, CODEBOOK) - _product(x, decoded, CODEBOOK)
-        mended = rest[:, None] - mended
-        error = x * _PRODUCT_UNIT - decoded * GAIN
-        other_error = x * _PRODUCT_UNIT - other * GAIN
-        across = (other_error * other_error - error * error) * _INVERSE_UNIT
-        cost = mended * mended * _BIAS_WEIGHT + across * square[:, None]
-        better = possible & (cost < least)
-        least = tl.where(better, cost, least)
-        coordinate = (i * FOLD + fold) * NUM_UNITS + unit
-        first = tl.where(better, coordinate[None, :], first)
-    best = tl.min(least, 1)
-    first = tl.min(tl.where(least == best[:, None], first, _NONE), 1)
-    return tl.where(best < rest * rest * _BIAS_WEIGHT, first, _NONE)
 
 
 @triton.jit
@@ -197,44 +83,61 @@ def _units(
     BLOCK_U: tl.constexpr,
     FOLD: tl.constexpr,
     IS_VALUE: tl.constexpr,
+    direction_ptr,  # [T] fp16 pointers to directions, or None
+    token_mask,  # [T]
 ):
     """The words of the units, int32 [T, U], in the order of ``nibble_of``."""
     UNBIASED: tl.constexpr = CODEBOOK[2] > 0
     if UNBIASED:
-        largest = _magnitude(y[0])
+        largest = magnitude_of(y[0])
         for i in tl.static_range(1, len(y)):
-            largest = tl.maximum(largest, _magnitude(y[i]))
+            largest = tl.maximum(largest, magnitude_of(y[i]))
         normaliser = normaliser_of(tl.max(largest, 1))[:, None]
-        square = tl.zeros_like(scale)
-        for i in tl.static_range(len(y)):
-            x = _magnitude(y[i]) * normaliser
-            square += round_to_integer(x * x * _PRODUCT_UNIT)
-        square = tl.sum(square, 1)
-        factor, rest = _unbiasing_factor(y, scale, normaliser, square, CODEBOOK)
-        chosen = _code_to_move(
-            y,
-            scale,
-            normaliser,
-            square,
-            factor,
-            rest,
-            unit,
-            CODEBOOK,
-            NUM_UNITS,
-            BLOCK_U,
-            FOLD,
-        )
-        outwards = tl.where(rest > 0, 1, -1)[:, None]
+        square = square_of(y, normaliser)
+        factor, rest = unbiasing_factor(y, scale, normaliser, square, CODEBOOK)
+        if direction_ptr is None:
+            chosen = code_to_move(
+                y,
+                scale,
+                normaliser,
+                square,
+                factor,
+                rest,
+                unit,
+                CODEBOOK,
+                NUM_UNITS,
+                BLOCK_U,
+                FOLD,
+            )
+            outwards = tl.where(rest > 0, 1, -1)[:, None]
+        else:
+            indices = directed_indices(
+                y,
+                scale,
+                normaliser,
+                square,
+                factor,
+                rest,
+                unit,
+                direction_ptr,
+                token_mask,
+                CODEBOOK,
+                NUM_UNITS,
+                BLOCK_U,
+                FOLD,
+            )
     word = tl.zeros(scale.shape, tl.int32)
     fold = tl.arange(0, FOLD * BLOCK_U) // BLOCK_U
     for i in tl.static_range(len(y)):
-        magnitude = _magnitude(y[i])
-        if UNBIASED:
-            index = _nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
+        magnitude = magnitude_of(y[i])
+        if direction_ptr is not None:
+            index = indices >> (4 * i) & 15
+        elif UNBIASED:
+            index = nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
             coordinate = (i * FOLD + fold) * NUM_UNITS + unit
             index += tl.where(coordinate[None, :] == chosen[:, None], outwards, 0)
         else:
-            index = _nearest_index(magnitude, scale, CODEBOOK)
+            index = nearest_index(magnitude, scale, CODEBOOK)
         code = tl.where(y[i] < 0, -index + (_HALF - 1), index + _HALF)
         word |= code << (nibble_of(i * FOLD + fold, IS_VALUE) * 4)[None, :]
     return _fold_sum(word, FOLD)
@@ -312,6 +215,7 @@ def encode_vectors(
     FOLD: tl.constexpr,
     offset_ptr=None,  # [T] pointers to fp32 vectors, taken off first
     IS_LATENT: tl.constexpr = False,
+    direction_ptr=None,  # [T] fp16 pointers: ``interface.QueryDirection``
 ):
     """Rotate and quantise vectors of K or V, or latents, into their tiles.
 
@@ -341,7 +245,18 @@ def encode_vectors(
         CODEBOOK: tl.constexpr = _LATENTS_4 if IS_LATENT else SIDE
         scale_code = choose_scales(y, CODEBOOK, BLOCK_G, SCALE_WORDS)
         scale = unfold(scale_value(scale_code).to(tl.float32), FOLD * BLOCK_U)
-        word = _units(y, scale, unit, CODEBOOK, NUM_UNITS, BLOCK_U, FOLD, not IS_KEY)
+        word = _units(
+            y,
+            scale,
+            unit,
+            CODEBOOK,
+            NUM_UNITS,
+            BLOCK_U,
+            FOLD,
+            not IS_KEY,
+            direction_ptr,
+            token_mask,
+        )
         u = unit_of_column(tl.arange(0, BLOCK_U), NUM_UNITS, BLOCK_G, NUM_GROUPS)
         mask = token_mask[:, None] & (u < NUM_UNITS)[None, :]
         if IS_LATENT:
@@ -371,10 +286,18 @@ def encode_vectors(
             )
         scale_code = choose_trellis_scales(groups, TRELLIS, SCALE_WORDS)
         scale = scale_value(scale_code).to(tl.float32)
-        path, factor = choose_path(groups, scale, TRELLIS)
+        if direction_ptr is None:
+            direction = None
+        else:
+            group = tl.arange(0, BLOCK_G)
+            direction = (
+                direction_ptr[:, None] + group[None, :],
+                token_mask[:, None] & (group < NUM_GROUPS)[None, :],
+            )
+        path, search = choose_path(groups, scale, TRELLIS, HEAD_SIZE, direction)
         store_trellis(
             groups,
-            factor,
+            search,
             scale,
             path,
             tile_ptr,

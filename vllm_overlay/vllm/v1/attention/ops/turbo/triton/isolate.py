@@ -24,9 +24,9 @@ def isolated(key, value):
 @triton.jit(do_not_specialize=["num_rows"])
 def _isolate_kernel(
     key_ptr,  # [T, H, D]
-    value_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D of V]
     isolated_key_ptr,  # [T, H, D]
-    isolated_value_ptr,  # [T, H, D]
+    isolated_value_ptr,  # [T, H, D of V]
     num_rows,
     stride_key_token,
     stride_key_head,
@@ -34,24 +34,29 @@ def _isolate_kernel(
     stride_value_head,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_D_V: tl.constexpr,
 ):
     """Program i: rows [i * BLOCK_T, ...) of the (token, head) pairs."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token = (row // NUM_HEADS)[:, None]
     head = (row % NUM_HEADS)[:, None]
+    d_v = tl.arange(0, BLOCK_D_V)[None, :]
+    m_value = (row < num_rows)[:, None] & (d_v < HEAD_SIZE_V)
+    value_ptrs = value_ptr + token * stride_value_token + head * stride_value_head + d_v
+    value = tl.load(value_ptrs, mask=m_value, other=0.0)
     d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (row < num_rows)[:, None] & (d < HEAD_SIZE)
-    value_ptrs = value_ptr + token * stride_value_token + head * stride_value_head + d
-    value = tl.load(value_ptrs, mask=inside, other=0.0)
+    m_key = (row < num_rows)[:, None] & (d < HEAD_SIZE)
     key_ptrs = key_ptr + token * stride_key_token + head * stride_key_head + d
-    key = tl.load(key_ptrs, mask=inside, other=0.0)
+    key = tl.load(key_ptrs, mask=m_key, other=0.0)
     key, value = isolated(key, value)
-    offset = row[:, None] * HEAD_SIZE + d
     dtype = isolated_key_ptr.dtype.element_ty
-    tl.store(isolated_value_ptr + offset, value.to(dtype), mask=inside)
-    tl.store(isolated_key_ptr + offset, key.to(dtype), mask=inside)
+    p_value = isolated_value_ptr + (row[:, None] * HEAD_SIZE_V + d_v)
+    tl.store(p_value, value.to(dtype), mask=m_value)
+    p_key = isolated_key_ptr + (row[:, None] * HEAD_SIZE + d)
+    tl.store(p_key, key.to(dtype), mask=m_key)
 
 
 def isolate_broken_values(
@@ -69,14 +74,16 @@ def isolate_broken_values(
 
     Args:
         key: (T, H, D), last axis contiguous.
-        value: (T, H, D), likewise.
+        value: (T, H, D of V), likewise.
         isolated_key: (T, H, D) contiguous, of the same dtype, written.
-        isolated_value: (T, H, D), likewise.
+        isolated_value: (T, H, D of V), likewise.
 
     """
-    num_tokens, num_heads, head_size = value.shape
-    assert key.shape == value.shape and key.stride(2) == value.stride(2) == 1
-    assert isolated_key.shape == isolated_value.shape == key.shape
+    num_tokens, num_heads, head_size_v = value.shape
+    head_size = key.shape[2]
+    assert key.shape[:2] == value.shape[:2], (key.shape, value.shape)
+    assert key.stride(2) == value.stride(2) == 1
+    assert isolated_key.shape == key.shape and isolated_value.shape == value.shape
     assert isolated_key.is_contiguous() and isolated_value.is_contiguous()
     if num_tokens == 0:
         return
@@ -94,7 +101,9 @@ def isolate_broken_values(
         value.stride(1),
         NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
+        HEAD_SIZE_V=head_size_v,
         BLOCK_T=block_t,
         BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_D_V=triton.next_power_of_2(head_size_v),
         num_warps=4,
     )

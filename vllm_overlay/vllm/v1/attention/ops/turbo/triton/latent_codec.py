@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.interface import half2_bits
+from vllm.v1.attention.ops.turbo.format import half2_bits
 from vllm.v1.attention.ops.turbo.latent import format as latent_fmt
 from vllm.v1.attention.ops.turbo.latent.format import LatentFormat
 from vllm.v1.attention.ops.turbo.triton.codec import load_scales, scale_value

@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.interface import (
 from vllm.v1.attention.ops.turbo.triton.merge_kernel import (
     BLOCK_R,
     MergeCase,
+    MergeSizes,
     MergeStrides,
     ScoreFactors,
     TailPlanes,
@@ -47,13 +48,13 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
     tail, num_kv_heads, table = call.tail, call.num_kv_heads, None
     sliding_window, sinks = call.scoring.sliding_window, call.scoring.sinks
     logits_soft_cap = call.scoring.soft_cap
-    _, num_heads, head_size = output.shape
+    _, num_heads, head_size_v = output.shape
     num_splits = batch.num_splits(partials.lse.shape[0])
     with_raw = raw is not None
     pages = planes = blocks = packed_lens = None
     num_offsets = num_tail_rows = 0
     if tail is not None:
-        check_tail(tail, head_size, num_kv_heads)
+        check_tail(tail, call.layout, num_kv_heads)
         assert tail.num_tokens <= interface.OFFSET_SEGMENT, tail.num_tokens
         pages, blocks, packed_lens = tail[:3]
         planes = TailPlanes(*tail.format.plane_offsets[1:4], *pages.stride()[:2])
@@ -61,13 +62,16 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         table = call.scoring.key_offset
         if table is not None:
             assert table.is_contiguous()
-            assert table.shape[1:] == (num_kv_heads, head_size), table.shape
+            shape = (num_kv_heads, call.layout.head_size)
+            assert table.shape[1:] == shape, table.shape
             num_offsets = table.shape[0]
     if raw is None:
         # A launch needs these arguments, but does not read them.
         raw = RawTokens(output, output, output, 0.0)
     query, key, value, scale, attended = raw
     assert attended is None, "attended tokens are for CUDA's merge"
+    head_size = query.shape[2]
+    assert head_size == key.shape[2] and head_size_v == value.shape[2], call
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     strides = (x.stride(axis) for x in (output, query, key, value) for axis in (0, 1))
     if sinks is not None:
@@ -75,7 +79,7 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
     num_rows = batch.num_query_slots * num_heads
     merge_kernel[(triton.cdiv(num_rows, BLOCK_R),)](
         partials,
-        rotation_matrix(head_size, output.device, inverse=True),
+        rotation_matrix(head_size_v, output.device, inverse=True),
         output,
         call.lse,
         query,
@@ -92,7 +96,7 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         num_splits,
         batch.query_len,
         batch.query_len if sliding_window is None else sliding_window,
-        inverse_sqrt(head_size),
+        inverse_sqrt(head_size_v),
         ScoreFactors(scale * LOG2_E, in_base_2(logits_soft_cap)),
         MergeStrides(*strides),
         num_offsets,
@@ -100,14 +104,18 @@ def launch_merge(partials: Partials, call: AttentionCall) -> None:
         planes,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
-        HEAD_SIZE=head_size,
+        SIZES=MergeSizes(
+            head_size,
+            head_size_v,
+            triton.next_power_of_2(head_size),
+            triton.next_power_of_2(head_size_v),
+        ),
         CASE=MergeCase(
             multiple=batch.query_len > 1,
             uniform=batch.query_start_loc is None,
             with_raw=with_raw,
         ),
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
-        BLOCK_D=triton.next_power_of_2(head_size),
         # With four warps a tail's rows would spill.
         num_warps=4 if tail is None else 8,
     )

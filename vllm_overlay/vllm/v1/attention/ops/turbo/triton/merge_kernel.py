@@ -10,6 +10,7 @@ Three tuples are passed on to helpers:
   that a row sees.
 * ``raw``: pointers to K and V, ``MergeStrides``, ``ScoreFactors``, and the most
   raw tokens of a sequence.
+* ``values``: the mask of V's coordinates, [R, D], and these, [D].
 * ``splits``: ``Partials``; each row's first partial result, [R]; rows between a split
   and the next; the number of splits; the mask of rows, [R].
 
@@ -79,6 +80,23 @@ class TailPlanes(NamedTuple):
     value_scale: int
     stride_block: int
     stride_head: int
+
+
+class MergeSizes(NamedTuple):
+    """Sizes of vectors, as the argument SIZES of kernels.
+
+    Attributes:
+        head_size: D of q and K.
+        head_size_v: D of V and of the output.
+        block_d: ``head_size``, padded to a power of two.
+        block_d_v: ``head_size_v``, padded likewise.
+
+    """
+
+    head_size: int
+    head_size_v: int
+    block_d: int
+    block_d_v: int
 
 
 class MergeCase(NamedTuple):
@@ -170,13 +188,15 @@ def _add_raw(
     largest,  # [R]
     queries,
     raw,
+    values,
 ):
     """Add the raw tokens to the sums of weights and of weighted values.
 
     Scores are computed a second time, because their number is not known when the kernel
     is compiled.
     """
-    _, m_query, o_d, first_token, kv_head, _, _, _ = queries
+    _, _, _, first_token, kv_head, _, _, _ = queries
+    m_values, o_d = values
     _, value_ptr, strides, _, max_query_len = raw
     for other in range(max_query_len):
         weight = tl.exp2(_raw_scores(queries, raw, other) - largest)
@@ -184,7 +204,7 @@ def _add_raw(
         value_row = (first_token + other) * strides.value_token
         value_row += kv_head * strides.value_head
         # Not "> 0", so that NaN is kept.
-        m_value = m_query & (weight != 0)[:, None]
+        m_value = m_values & (weight != 0)[:, None]
         p_value = value_ptr + value_row[:, None] + o_d[None, :]
         b_value = tl.load(p_value, mask=m_value, other=0.0).to(tl.float32)
         b_output += weight[:, None] * b_value
@@ -235,13 +255,13 @@ def _combined(
     ],
 )
 def merge_kernel(
-    partials,  # ``Partials``, base 2: [B, S, Q, Hq, D] and [B, S, Q, Hq] fp32
-    matrix_ptr,  # [D, D] fp16, entries +-1, the inverse rotation
-    output_ptr,  # [T, Hq, D]; with an LSE [B, Q, Hq, D], in rotated space
+    partials,  # ``Partials``, base 2: [B, S, Q, Hq, D of V] and [B, S, Q, Hq] fp32
+    matrix_ptr,  # [D, D] of V, fp16, entries +-1, the inverse rotation
+    output_ptr,  # [T, Hq, D of V]; with an LSE [B, Q, Hq, D], in rotated space
     lse_ptr,  # [B, Q, Hq] fp32, the output's LSE in base 2, or None
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, H, D]
-    value_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D of V]
     seq_lens_ptr,  # [B]
     query_start_loc_ptr,  # [B + 1]
     pages_ptr,  # [num_blocks, H, N, C] uint8 of the tail, or None
@@ -261,12 +281,13 @@ def merge_kernel(
     planes,  # ``TailPlanes``, with a tail
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    SIZES: tl.constexpr,
     CASE: tl.constexpr,
     OFFSET_SEGMENT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     """Program i: rows [i * BLOCK_R, ...) of the (sequence, token, head) triples."""
+    HEAD_SIZE: tl.constexpr = SIZES.head_size
+    HEAD_SIZE_V: tl.constexpr = SIZES.head_size_v
     if not CASE.multiple:
         max_query_len = 1
     row, m_slot, m_row, sequence, place, first_token, query_len = _program_rows(
@@ -279,7 +300,10 @@ def merge_kernel(
     p_lse = partials.lse + first_partial[:, None] + (o_s * split_rows)[None, :]
     m_lse = m_row[:, None] & (o_s < num_splits)[None, :]
     b_lse = tl.load(p_lse, mask=m_lse, other=float("-inf"))  # [R, S]
-    o_d = tl.arange(0, BLOCK_D)
+    o_d = tl.arange(0, SIZES.block_d)
+    o_v = o_d
+    if SIZES.block_d_v != SIZES.block_d:
+        o_v = tl.arange(0, SIZES.block_d_v)
     if CASE.with_raw:
         seq_len = tl.load(seq_lens_ptr + sequence, mask=m_row, other=0)
         head = row % NUM_HEADS
@@ -307,10 +331,9 @@ def merge_kernel(
             num_offsets,
             num_tail_rows,
             NUM_KV_HEADS,
-            HEAD_SIZE,
+            SIZES,
             OFFSET_SEGMENT,
             _BLOCK_R,
-            BLOCK_D,
         )
         largest = tl.maximum(largest, own_largest)
     if CASE.with_raw:
@@ -328,13 +351,14 @@ def merge_kernel(
     total = tl.sum(tl.exp2(b_lse - largest[:, None]), 1)
     if sinks_ptr is not None:
         total += tl.exp2(sink - largest)
-    b_output = tl.zeros([_BLOCK_R, BLOCK_D], tl.float32)
+    b_output = tl.zeros([_BLOCK_R, SIZES.block_d_v], tl.float32)
     if pages_ptr is not None:
         rescale = tl.exp2(own_largest - largest)
         total += own_total * rescale
         b_output += own_output * rescale[:, None]
     if CASE.with_raw:
-        total, b_output = _add_raw(total, b_output, largest, queries, raw)
+        values = has_tokens[:, None] & (o_v < HEAD_SIZE_V)[None, :], o_v
+        total, b_output = _add_raw(total, b_output, largest, queries, raw, values)
     if lse_ptr is not None:
         # It is -inf without tokens.
         tl.store(lse_ptr + row, largest + tl.log2(total), mask=m_slot)
@@ -346,16 +370,16 @@ def merge_kernel(
     b_output *= reciprocal[:, None]
 
     splits = partials, first_partial, split_rows, num_splits, m_row
-    for start in range(0, HEAD_SIZE, _BLOCK_K):
+    for start in range(0, HEAD_SIZE_V, _BLOCK_K):
         o_k = start + tl.arange(0, _BLOCK_K)
-        m_k = o_k < HEAD_SIZE
-        b_combined = _combined(splits, largest, normaliser, o_k, m_k, HEAD_SIZE)
+        m_k = o_k < HEAD_SIZE_V
+        b_combined = _combined(splits, largest, normaliser, o_k, m_k, HEAD_SIZE_V)
         if lse_ptr is not None:
-            p_output = output_ptr + row[:, None] * HEAD_SIZE + o_k[None, :]
+            p_output = output_ptr + row[:, None] * HEAD_SIZE_V + o_k[None, :]
             tl.store(p_output, b_combined, mask=m_slot[:, None] & m_k[None, :])
         else:
-            p_matrix = matrix_ptr + o_k[:, None] * HEAD_SIZE + o_d[None, :]
-            m_matrix = m_k[:, None] & (o_d < HEAD_SIZE)[None, :]
+            p_matrix = matrix_ptr + o_k[:, None] * HEAD_SIZE_V + o_v[None, :]
+            m_matrix = m_k[:, None] & (o_v < HEAD_SIZE_V)[None, :]
             b_matrix = tl.load(p_matrix, mask=m_matrix, other=0.0).to(tl.float32)
             b_output = tl.dot(
                 b_combined, b_matrix, b_output, input_precision=_PRECISION
@@ -364,7 +388,7 @@ def merge_kernel(
     if lse_ptr is None:
         output_row = token * strides.output_token
         output_row += row % NUM_HEADS * strides.output_head
-        m_output = m_row[:, None] & (o_d < HEAD_SIZE)[None, :]
+        m_output = m_row[:, None] & (o_v < HEAD_SIZE_V)[None, :]
         b_output = b_output.to(output_ptr.dtype.element_ty)
-        p_output = output_ptr + output_row[:, None] + o_d[None, :]
+        p_output = output_ptr + output_row[:, None] + o_v[None, :]
         tl.store(p_output, b_output, mask=m_output)

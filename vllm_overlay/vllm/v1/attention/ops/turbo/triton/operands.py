@@ -13,7 +13,7 @@ and the compiler joins few instructions of single ones.
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.ops.turbo import format as fmt
-from vllm.v1.attention.ops.turbo.interface import half2_bits
+from vllm.v1.attention.ops.turbo.format import half2_bits
 from vllm.v1.attention.ops.turbo.triton.codec import (
     key_coordinates,
     load,

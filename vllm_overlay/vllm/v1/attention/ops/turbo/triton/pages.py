@@ -20,6 +20,9 @@ TILE = tl.constexpr(fmt.TILE_TOKENS)
 class TileLayout(NamedTuple):
     """The constants of a format, as the argument LAYOUT of kernels.
 
+    K and V have constants of their own where their head sizes differ. Where these are
+    equal, kernels share what they compute from them.
+
     Triton 3.6 takes an attribute for a plain number, which is no constexpr for a device
     function. It has to be assigned to a name annotated as ``tl.constexpr`` first.
 
@@ -32,11 +35,16 @@ class TileLayout(NamedTuple):
         value_coefficients: ``format.Codebook.coefficients`` of V.
         key_bits: Bits of a code of K.
         value_bits: Bits of a code of V.
-        scale_words: ``format.ScaleWords`` as a tuple.
-        head_size: D.
+        scale_words: ``format.ScaleWords`` of K as a tuple.
+        head_size: D of K.
         columns: Coordinates of a step, before padding to a power of two.
         block_c: Coordinates of a step, padded.
         block_d: D, padded likewise.
+        scale_words_v: ``scale_words`` of V. So are the others with a ``_v``.
+        head_size_v: D of V.
+        columns_v: Coordinates of a step.
+        block_c_v: Coordinates of a step, padded.
+        block_d_v: D, padded.
 
     """
 
@@ -53,13 +61,22 @@ class TileLayout(NamedTuple):
     columns: int
     block_c: int
     block_d: int
+    scale_words_v: tuple[int, ...]
+    head_size_v: int
+    columns_v: int
+    block_c_v: int
+    block_d_v: int
+
+
+def _columns(num_units: int) -> int:
+    """Coordinates of a step: whole units, and no fewer than a dot takes."""
+    return num_units * max(1, MIN_DOT_SIZE // num_units)
 
 
 @cache
 def tile_layout(layout: TurboFormat) -> TileLayout:
     """The constants of kernels that read or write pages."""
-    units = layout.num_units
-    columns = units * max(1, MIN_DOT_SIZE // units)
+    columns, columns_v = _columns(layout.num_units), _columns(layout.num_units_v)
     return TileLayout(
         layout.value_codes_offset,
         layout.key_scales_offset,
@@ -74,6 +91,11 @@ def tile_layout(layout: TurboFormat) -> TileLayout:
         columns,
         triton.next_power_of_2(columns),
         triton.next_power_of_2(layout.head_size),
+        tuple(layout.scale_words_v),
+        layout.head_size_v,
+        columns_v,
+        triton.next_power_of_2(columns_v),
+        triton.next_power_of_2(layout.head_size_v),
     )
 
 

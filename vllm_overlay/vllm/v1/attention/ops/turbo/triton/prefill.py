@@ -26,10 +26,7 @@ from vllm.v1.attention.ops.turbo.triton.pages import (
     divide_by_block,
     tile_layout,
 )
-from vllm.v1.attention.ops.turbo.triton.rotate import (
-    load_integers,
-    rotate_integers,
-)
+from vllm.v1.attention.ops.turbo.triton.rotate import load_integers, rotate_integers
 
 if TYPE_CHECKING:
     from vllm.v1.attention.ops.turbo.planning.tokens import CachedPiece
@@ -244,7 +241,7 @@ def _gather_kernel(
     cu_lens_ptr,  # [R + 1] where the pieces begin in the output
     lens_ptr,  # [R] lengths of the pieces, or None if they follow each other
     key_ptr,  # [T, H, D]
-    value_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D of V]
     offset_ptr,  # [G, H, D] fp32, in the space of the keys, or None
     num_offsets,
     stride_cache_block: tl.int64,
@@ -263,6 +260,8 @@ def _gather_kernel(
     HEAD_SIZE: tl.constexpr = LAYOUT.head_size
     COEFFICIENTS: tl.constexpr = LAYOUT.key_coefficients
     COLUMNS: tl.constexpr = LAYOUT.columns
+    HEAD_SIZE_V: tl.constexpr = LAYOUT.head_size_v
+    COLUMNS_V: tl.constexpr = LAYOUT.columns_v
     request = tl.program_id(1)
     head = tl.program_id(2)
     begin = tl.load(cu_lens_ptr + request)
@@ -288,8 +287,8 @@ def _gather_kernel(
     column = tl.arange(0, LAYOUT.block_c)[None, :]
     inside = inside[:, None]
     mask = inside & (column < COLUMNS)
-    row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE
-    place = row[:, None] + column
+    row = (begin + n).to(tl.int64) * NUM_KV_HEADS + head
+    place = (row * HEAD_SIZE)[:, None] + column
 
     if offset_ptr is not None:
         # Rows do not descend, and a block's tokens are of two at most.
@@ -323,13 +322,17 @@ def _gather_kernel(
         key = key.to(key_ptr.dtype.element_ty)
         tl.store(key_ptr + place + i * COLUMNS, key, mask=mask)
 
+    if HEAD_SIZE_V != HEAD_SIZE:
+        column = tl.arange(0, LAYOUT.block_c_v)[None, :]
+        mask = inside & (column < COLUMNS_V)
+        place = (row * HEAD_SIZE_V)[:, None] + column
     word, scale = load_side(tile_ptr, token, inside, column, column, LAYOUT, True)
     linear = scale * LAYOUT.value_coefficients[0]
     quadratic = scale * LAYOUT.value_coefficients[1]
-    for i in tl.static_range(HEAD_SIZE // COLUMNS):
-        v = step_positions(word, column, i, True, COLUMNS, HEAD_SIZE)
+    for i in tl.static_range(HEAD_SIZE_V // COLUMNS_V):
+        v = step_positions(word, column, i, True, COLUMNS_V, HEAD_SIZE_V)
         value = value_coordinates(v, linear, quadratic).to(value_ptr.dtype.element_ty)
-        tl.store(value_ptr + place + i * COLUMNS, value, mask=mask)
+        tl.store(value_ptr + place + i * COLUMNS_V, value, mask=mask)
 
 
 def gather_context(
@@ -355,7 +358,7 @@ def gather_context(
         layout: The cache's format.
         key: (T, H, D) contiguous; the pieces' rows are written. The codebook's gain is
             not in them.
-        value: (T, H, D) contiguous; the pieces' rows are written.
+        value: (T, H, D of V) contiguous; the pieces' rows are written.
         key_offset: (G, H, D) fp32 contiguous, the offset that was taken off the cached
             keys, from ``rotated_offset``; None to leave keys as they are cached.
 
@@ -365,6 +368,7 @@ def gather_context(
     cu_lens, max_len, num_tokens = piece.lens
     check_pages(kv_cache, layout)
     assert key.is_contiguous() and value.is_contiguous()
+    assert value.shape[2] == layout.head_size_v, (value.shape, layout)
     assert num_tokens <= min(key.shape[0], value.shape[0]), (num_tokens, key.shape)
     if num_requests == 0 or max_len == 0:
         return

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 )
 def _complete_runs_kernel(
     run_key_ptr,  # [N, H, D], cached tokens dequantised
-    run_value_ptr,  # [N, H, D]
+    run_value_ptr,  # [N, H, D of V]
     key_ptr,  # [T, H, D]
-    value_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D of V]
     offset_ptr,  # [G, H, D] fp32, taken off the cached keys, or None
     starts_ptr,  # [R]
     cached_lens_ptr,  # [R]
@@ -47,9 +47,11 @@ def _complete_runs_kernel(
     stride_value_head,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
     OFFSET_SEGMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_D_V: tl.constexpr,
 ):
     """Program (i, r, h): tokens [i * BLOCK_N, ...) of run r, KV head h."""
     run = tl.program_id(1)
@@ -80,12 +82,17 @@ def _complete_runs_kernel(
     key = tl.load(key_ptr + key_row[:, None] + d, mask=mask, other=0.0)
     if offset_ptr is not None:
         key = key.to(tl.float32) - last_offset
+    m_key, m_value = mask, mask
+    if HEAD_SIZE_V != HEAD_SIZE:
+        run_row = ((begin + n).to(tl.int64) * NUM_KV_HEADS + head) * HEAD_SIZE_V
+        d = tl.arange(0, BLOCK_D_V)[None, :]
+        m_value = is_raw[:, None] & (d < HEAD_SIZE_V)
     value_row = token * stride_value_token + head * stride_value_head
-    value = tl.load(value_ptr + value_row[:, None] + d, mask=mask, other=0.0)
+    value = tl.load(value_ptr + value_row[:, None] + d, mask=m_value, other=0.0)
     key, value = isolated(key, value)
-    tl.store(p_run_key, key.to(run_key_ptr.dtype.element_ty), mask=mask)
+    tl.store(p_run_key, key.to(run_key_ptr.dtype.element_ty), mask=m_key)
     p_run_value = run_value_ptr + run_row[:, None] + d
-    tl.store(p_run_value, value.to(run_value_ptr.dtype.element_ty), mask=mask)
+    tl.store(p_run_value, value.to(run_value_ptr.dtype.element_ty), mask=m_value)
 
 
 def lay_out_runs(
@@ -113,17 +120,20 @@ def lay_out_runs(
         runs: The tokens that are seen, N of them.
         key: (T, H, D) of the prefills' tokens, last axis contiguous; not read if runs
             have no raw tokens.
-        value: (T, H, D), likewise.
+        value: (T, H, D of V), likewise.
         layout: The cache's format.
         run_key: (N, H, D) contiguous, written.
-        run_value: (N, H, D), likewise.
+        run_value: (N, H, D of V), likewise.
         key_offset: (G, H, D) fp32, the offset that was taken off the cached keys, see
             ``KeyOffset``; None for none.
 
     """
     num_tokens, num_kv_heads, head_size = run_key.shape
     cached = runs.cached
-    assert num_tokens == runs.lens.num_tokens and run_value.shape == run_key.shape
+    head_size_v = run_value.shape[2]
+    assert num_tokens == runs.lens.num_tokens, (num_tokens, runs)
+    assert run_value.shape[:2] == run_key.shape[:2], (run_value.shape, run_key.shape)
+    assert run_value.is_contiguous() and run_key.is_contiguous()
     assert key.stride(2) == value.stride(2) == 1
     if cached.lens.max_len:
         gather_context(kv_cache, block_table, cached, layout, run_key, run_value)
@@ -154,8 +164,10 @@ def lay_out_runs(
         value.stride(1),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
+        HEAD_SIZE_V=head_size_v,
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_N=block_n,
         BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_D_V=triton.next_power_of_2(head_size_v),
         num_warps=4,
     )

@@ -11,10 +11,17 @@ from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.format import TurboFormat
 from vllm.v1.attention.ops.turbo.formats.pages import check_pages
 from vllm.v1.attention.ops.turbo.formats.rotation import inverse_sqrt, rotation_matrix
-from vllm.v1.attention.ops.turbo.interface import RotatedQuery, StoreCall, score_factor
+from vllm.v1.attention.ops.turbo.interface import (
+    KeyOffset,
+    QueryDirection,
+    RotatedQuery,
+    StoreCall,
+    score_factor,
+)
 from vllm.v1.attention.ops.turbo.triton.pages import MIN_OUTPUT_COLUMNS, tile_layout
 from vllm.v1.attention.ops.turbo.triton.store_kernel import (
     StoreStrides,
+    ValueRotation,
     rotate_query_kernel,
     store_kernel,
 )
@@ -55,6 +62,11 @@ def default_tuning(num_tokens: int, head_size: int) -> StoreTuning:
     return StoreTuning(block_t=16, fold=8 if head_size <= 128 else 4, num_warps=4)
 
 
+def _block_units(num_units: int) -> int:
+    """Columns of a step's units, padded to what a dot's result has."""
+    return max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(num_units))
+
+
 def store_sizes(layout: TurboFormat, num_kv_heads: int) -> list[int]:
     """Numbers of tokens that each have different launch parameters."""
     return [1, SMALL_BATCH + 1]
@@ -87,6 +99,20 @@ def _rotate_queries(
     )
 
 
+def _table_sizes(
+    by_place: KeyOffset | QueryDirection | None, key: torch.Tensor, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Numbers of rows and of sequences; zeros without a table."""
+    if by_place is None:
+        return 0, 0
+    table, seq_lens, query_start_loc = by_place
+    assert table.shape[1:] == key.shape[1:] and table.is_contiguous(), table.shape
+    assert table.dtype == dtype, (table.dtype, dtype)
+    num_rows, num_seqs = table.shape[0], query_start_loc.shape[0] - 1
+    assert num_rows > 0 and seq_lens.shape[0] == num_seqs > 0, (num_rows, num_seqs)
+    return num_rows, num_seqs
+
+
 def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
     """Quantise K and V into their slots and, if q is given, rotate it: a ``StoreFn``.
 
@@ -98,8 +124,10 @@ def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
     """
     kv_cache, slot_mapping, key, value, layout = call[:5]
     query, rotated_query, key_offset = call.query, call.rotated_query, call.key_offset
+    query_direction = call.query_direction
     num_tokens = slot_mapping.shape[0]
     num_kv_heads, head_size = key.shape[1], layout.head_size
+    largest_size, device = max(head_size, layout.head_size_v), kv_cache.device
     num_queries = num_heads = 0
     if query is not None:
         assert num_tokens == 0 or query.shape[0] <= num_tokens, query.shape
@@ -109,22 +137,31 @@ def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
     assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
     check_pages(kv_cache, layout)
     assert key.stride(2) == value.stride(2) == 1
-    num_seqs = num_offsets = 0
-    if key_offset is not None:
-        table, seq_lens, query_start_loc = key_offset
-        assert table.shape[1:] == key.shape[1:] and table.is_contiguous()
-        num_offsets, num_seqs = table.shape[0], query_start_loc.shape[0] - 1
-        assert seq_lens.shape[0] == num_seqs > 0, (seq_lens.shape, num_seqs)
+    sizes = key.shape[2], value.shape[2]
+    assert sizes == (head_size, layout.head_size_v), (sizes, layout)
+    num_offsets, num_seqs = _table_sizes(key_offset, key, torch.float32)
+    num_directions, num_seqs_of_direction = _table_sizes(
+        query_direction, key, torch.float16
+    )
+    if key_offset is None:
+        num_seqs = num_seqs_of_direction
+    elif query_direction is not None:
+        assert num_seqs == num_seqs_of_direction, (num_seqs, num_seqs_of_direction)
     if num_tokens == 0:
         if query is not None and rotated_query is not None and num_queries > 0:
             _rotate_queries(query, rotated_query, layout, call.scale)
         return
     if tuning is None:
-        tuning = default_tuning(num_tokens, head_size)
-    scratch = None
+        tuning = default_tuning(num_tokens, largest_size)
+    scratch = value_rotation = None
     if num_tokens <= SMALL_BATCH and 3 in (layout.key_bits, layout.value_bits):
-        shape = (num_tokens, 2 * num_kv_heads, head_size)
-        scratch = torch.empty(shape, dtype=torch.float32, device=kv_cache.device)
+        shape = (num_tokens, 2 * num_kv_heads, largest_size)
+        scratch = torch.empty(shape, dtype=torch.float32, device=device)
+    if not layout.is_even:
+        size = layout.head_size_v
+        value_rotation = ValueRotation(
+            rotation_matrix(size, device), inverse_sqrt(size)
+        )
     grid = (triton.cdiv(num_tokens, tuning.block_t), 2 * num_kv_heads + num_heads)
     store_kernel[grid](
         key,
@@ -132,7 +169,7 @@ def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
         query if query is not None else key,
         kv_cache,
         slot_mapping,
-        rotation_matrix(head_size, kv_cache.device),
+        rotation_matrix(head_size, device),
         rotated_query,
         scratch,
         key_offset,
@@ -150,12 +187,16 @@ def store(call: StoreCall, tuning: StoreTuning | None = None) -> None:
             *((0, 0) if query is None else query.stride()[:2]),
             *kv_cache.stride()[:2],
         ),
+        value_rotation,
+        query_direction,
+        num_directions,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         LAYOUT=tile_layout(layout),
         OFFSET_SEGMENT=interface.OFFSET_SEGMENT,
         BLOCK_T=tuning.block_t,
-        BLOCK_U=max(MIN_OUTPUT_COLUMNS, triton.next_power_of_2(layout.num_units)),
+        BLOCK_U=_block_units(layout.num_units),
+        BLOCK_U_V=_block_units(layout.num_units_v),
         FOLD=tuning.fold,
         num_warps=tuning.num_warps,
         # A fused multiply-add would change the stored bytes.

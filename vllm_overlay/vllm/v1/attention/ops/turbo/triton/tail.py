@@ -27,11 +27,11 @@ from vllm.v1.attention.ops.turbo.triton.tail_kernel import (
 _MAX_COMPARED = 8192
 
 
-def check_tail(tail: Tail, head_size: int, num_kv_heads: int) -> None:
-    """Check the kernels' preconditions on a layer's tail."""
+def check_tail(tail: Tail, layout: TurboFormat, num_kv_heads: int) -> None:
+    """Check the kernels' preconditions on a tail of a layer with a cache's format."""
     pages, blocks, packed_lens, tail_format, num_tokens = tail
     check_pages(pages, tail_format.layout)
-    assert tail_format.layout.head_size == head_size, (tail_format, head_size)
+    assert tail_format.layout == layout, (tail_format, layout)
     assert pages.shape[1] == num_kv_heads, (pages.shape, num_kv_heads)
     assert pages.shape[2] == tail_format.block_size, (pages.shape, tail_format)
     assert 0 <= num_tokens < MAX_ROWS, num_tokens
@@ -64,8 +64,7 @@ def update_tail(
     tail, block_table, seq_lens, query_start_loc = update
     num_seqs, num_kv_heads = query_start_loc.shape[0] - 1, key.shape[1]
     check_pages(kv_cache, layout)
-    check_tail(tail, layout.head_size, num_kv_heads)
-    assert tail.format.layout == layout, (tail.format, layout)
+    check_tail(tail, layout, num_kv_heads)
     assert kv_cache.shape[1] == num_kv_heads, (kv_cache.shape, num_kv_heads)
     assert block_table.stride(1) == key.stride(2) == value.stride(2) == 1
     lengths = [len(x) for x in (seq_lens, tail.blocks, tail.packed_lens)]

@@ -71,20 +71,25 @@ def attend_to_tail(
     num_offsets,
     num_rows,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    SIZES: tl.constexpr,
     OFFSET_SEGMENT: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     """Attend from rows to the tokens of their tails, by an online softmax.
 
     Returns:
         The largest score, -inf without tokens; the sum of the weights relative to it;
-        the weighted sum of the values: fp32 [R], [R] and [R, D].
+        the weighted sum of the values: fp32 [R], [R] and [R, D of V].
 
     """
+    HEAD_SIZE: tl.constexpr = SIZES.head_size
+    HEAD_SIZE_V: tl.constexpr = SIZES.head_size_v
+    BLOCK_D: tl.constexpr = SIZES.block_d
+    BLOCK_D_V: tl.constexpr = SIZES.block_d_v
     BLOCK_G: tl.constexpr = BLOCK_D // GROUP
-    BLOCK_N: tl.constexpr = 512 // BLOCK_D if BLOCK_D < 512 else 1
+    BLOCK_G_V: tl.constexpr = BLOCK_D_V // GROUP
+    LARGER: tl.constexpr = BLOCK_D if BLOCK_D > BLOCK_D_V else BLOCK_D_V
+    BLOCK_N: tl.constexpr = 512 // LARGER if LARGER < 512 else 1
     g = tl.arange(0, BLOCK_G)
     coordinate = (g * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     coordinate = coordinate[None, :, :]  # [1, G, 16]
@@ -121,7 +126,7 @@ def attend_to_tail(
         num_first = tl.where(first_position > 0, num_first, 1)
     largest = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    output = tl.zeros([BLOCK_R, BLOCK_G, GROUP], tl.float32)
+    output = tl.zeros([BLOCK_R, BLOCK_G_V, GROUP], tl.float32)
     page_ptr = page_ptr[:, None, None]
     for start in tl.range(0, tl.max(num_tokens, 0), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -153,16 +158,20 @@ def attend_to_tail(
         weight = tl.exp2(score - base[:, None])
         total = total * rescale + tl.sum(weight, 1)
         largest = new_largest
+        if HEAD_SIZE_V != HEAD_SIZE:
+            g_v = tl.arange(0, BLOCK_G_V)
+            mask = inside[:, :, None] & (g_v < HEAD_SIZE_V // GROUP)[None, None, :]
+            group = g_v[None, None, :]
         code = _load_codes(
             (page_ptr + planes.value)[:, :, :, None],
             row[:, :, :, None],
             group[:, :, :, None],
             mask[:, :, :, None],
-            HEAD_SIZE,
+            HEAD_SIZE_V,
         )
         scale = _load_row_scales(
-            page_ptr + planes.value_scale, row, group, mask, HEAD_SIZE
+            page_ptr + planes.value_scale, row, group, mask, HEAD_SIZE_V
         )
         weighted = (scale * weight[:, :, None])[:, :, :, None] * code
         output = output * rescale[:, None, None] + tl.sum(weighted, 1)
-    return largest, total, tl.reshape(output, [BLOCK_R, BLOCK_D])
+    return largest, total, tl.reshape(output, [BLOCK_R, BLOCK_D_V])

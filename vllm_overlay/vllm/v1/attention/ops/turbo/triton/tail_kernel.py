@@ -209,6 +209,7 @@ def _write_rows(
 ):
     """Write one KV head's rows of a sequence's tokens at ``position``."""
     HEAD_SIZE: tl.constexpr = LAYOUT.head_size
+    HEAD_SIZE_V: tl.constexpr = LAYOUT.head_size_v
     BLOCK_G: tl.constexpr = LAYOUT.block_d // GROUP
     token = (end - seq_len + position).to(tl.int64)
     mask = (position < seq_len) & (token < num_tokens)
@@ -228,8 +229,14 @@ def _write_rows(
         own_offset_ptr = offset_ptr + own_row * (NUM_KV_HEADS * HEAD_SIZE)
         p_offset = own_offset_ptr[:, None, None] + coordinate
         key -= tl.load(p_offset, mask=m_inside[:, :, None], other=0.0)
+    o_value, m_value = o_group, m_inside
+    if HEAD_SIZE_V != HEAD_SIZE:
+        o_value = tl.arange(0, LAYOUT.block_d_v // GROUP)
+        m_value = mask[:, None] & (o_value < HEAD_SIZE_V // GROUP)[None, :]
+        coordinate = (o_value * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        coordinate = coordinate[None, :, :]
     p_value = value_ptr + (token * strides.value_token)[:, None, None] + coordinate
-    value = tl.load(p_value, mask=m_inside[:, :, None], other=0.0).to(tl.float32)
+    value = tl.load(p_value, mask=m_value[:, :, None], other=0.0).to(tl.float32)
     _store_rows(
         key, page_ptr, page_ptr + planes.key_scale, row, m_inside, o_group, HEAD_SIZE
     )
@@ -238,9 +245,9 @@ def _write_rows(
         page_ptr + planes.value,
         page_ptr + planes.value_scale,
         row,
-        m_inside,
-        o_group,
-        HEAD_SIZE,
+        m_value,
+        o_value,
+        HEAD_SIZE_V,
     )
 
     o_w = tl.arange(0, WORDS.block)
@@ -279,7 +286,7 @@ def _write_rows(
 )
 def tail_kernel(
     key_ptr,  # [T, H, D]
-    value_ptr,  # [T, H, D]
+    value_ptr,  # [T, H, D of V]
     kv_cache_ptr,  # [num_blocks, H, N, C] uint8
     pages_ptr,  # [num_blocks, H, N, C] uint8
     slot_mapping_ptr,  # [T]

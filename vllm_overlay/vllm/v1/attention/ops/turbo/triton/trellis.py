@@ -18,6 +18,13 @@ from vllm.v1.attention.ops.turbo.triton.codec import (
     value_pointers,
     value_rows,
 )
+from vllm.v1.attention.ops.turbo.triton.direction import (
+    PART_UNIT,
+    cost_of,
+    error_of,
+    load_direction,
+    pull_of,
+)
 from vllm.v1.attention.ops.turbo.triton.scales import (
     at,
     no_errors,
@@ -100,25 +107,48 @@ def reciprocal_of(scale):
 
 
 @triton.jit
+def _direction_at(direction, E: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Elements of directions beside code e of each group, fp32 [T, G].
+
+    A direction is fp16 pointers [T, G] to the elements beside code 0, and a mask.
+    """
+    return load_direction(direction[0] + E * NUM_GROUPS, direction[1])
+
+
+@triton.jit
+def _wanted(
+    y,  # 16 of [T, G] fp32
+    search,  # a factor and a part, [T, 1] fp32; a direction, or None
+    E: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+):
+    """Elements beside code e of vectors times the factor, plus the part of u."""
+    wanted = y[E] * search[0]
+    if search[2] is not None:
+        wanted += _direction_at(search[2], E, NUM_GROUPS) * search[1]
+    return wanted
+
+
+@triton.jit
 def _search(
     y,  # 16 of [T, G] fp32
-    factor,  # [T, 1] fp32
+    search,  # see ``_wanted``
     scale,  # [T, G] fp32
     normaliser,  # [T, 1] fp32
     CODEBOOK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
     """The path of least error, int32 [T, G]: bit e is b(e).
 
-    It equals that of ``reference.codec._trellis``.
+    It equals that of ``reference.levels.trellis``.
     """
     reciprocal = reciprocal_of(scale)
     cost = _initial_cost(scale)
     early = tl.zeros(scale.shape, tl.int32)
     late = tl.zeros(scale.shape, tl.int32)
     for e in tl.static_range(_STEPS):
-        cost, survivors = _step(
-            y[e] * factor, normaliser, scale, reciprocal, cost, CODEBOOK
-        )
+        wanted = _wanted(y, search, e, NUM_GROUPS)
+        cost, survivors = _step(wanted, normaliser, scale, reciprocal, cost, CODEBOOK)
         if e < 8:
             early |= survivors << (4 * e)
         else:
@@ -211,19 +241,24 @@ def choose_path(
     y,  # 16 of [T, G] fp32, of magnitudes up to SCALE_MAX
     scale,  # [T, G] fp32
     CODEBOOK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    direction,  # see ``_direction_at``, or None
 ):
-    """The path of each group, int32 [T, G], and the factor of each vector, [T, 1].
+    """The path of each group, int32 [T, G], and what ``_wanted`` takes to make it.
 
     If the codebook has a gain, each vector is unbiased as by
-    ``reference.codec._unbiased``.
+    ``reference.unbias.unbiased``.
     """
     GAIN: tl.constexpr = CODEBOOK[2]
+    NUM_GROUPS: tl.constexpr = HEAD_SIZE // 16
     largest = tl.max(_largest(y), 1)
     normaliser = normaliser_of(largest)[:, None]
     factor = tl.full(largest.shape, 1.0, tl.float32)
+    part = tl.zeros_like(factor)
     if GAIN == 0:
-        path = _search(y, factor[:, None], scale, normaliser, CODEBOOK)
-        return path, factor[:, None]
+        search = (factor[:, None], part[:, None], direction)
+        path = _search(y, search, scale, normaliser, CODEBOOK, NUM_GROUPS)
+        return path, search
 
     square = tl.zeros_like(scale)
     for e in tl.static_range(_STEPS):
@@ -232,25 +267,44 @@ def choose_path(
     square = tl.sum(square, 1)
     reciprocal = reciprocal_of(scale)
     best_factor = factor
+    best_part = part
     best_rest = tl.full(factor.shape, float("inf"), tl.float32)
+    least = best_rest
+    PART_STEP: tl.constexpr = PART_UNIT / HEAD_SIZE
+    inverse = tl.div_rn(1.0, tl.max(normaliser, 1))
     best_path = tl.zeros(scale.shape, tl.int32)
     for _ in range(_UNBIAS_ROUNDS + 1):
-        path = _search(y, factor[:, None], scale, normaliser, CODEBOOK)
+        search = (factor[:, None], part[:, None], direction)
+        path = _search(y, search, scale, normaliser, CODEBOOK, NUM_GROUPS)
         product = tl.zeros_like(scale)
+        along = tl.zeros_like(scale)
         for e in tl.static_range(_STEPS):
-            z = y[e] * factor[:, None] * reciprocal
+            z = _wanted(y, search, e, NUM_GROUPS) * reciprocal
             level, _ = levels_on_path(z, path, CODEBOOK, e)
             decoded = level * scale * normaliser
-            product += round_to_integer(y[e] * normaliser * decoded * GAIN)
+            x = y[e] * normaliser
+            product += round_to_integer(x * decoded * GAIN)
+            if direction is not None:
+                u = _direction_at(direction, e, NUM_GROUPS)
+                along += round_to_integer(error_of(x, decoded, CODEBOOK) * u)
         rest = square - tl.sum(product, 1)
-        better = tl.abs(rest) < tl.abs(best_rest)
+        if direction is None:
+            better = tl.abs(rest) < tl.abs(best_rest)
+            best_rest = tl.where(better, rest, best_rest)
+        else:
+            along = tl.sum(along, 1)
+            cost = cost_of(rest, along, pull_of(square, HEAD_SIZE))
+            better = cost < least
+            least = tl.where(better, cost, least)
+            best_part = tl.where(better, part, best_part)
+            # The normaliser is a power of two, so this is exact but for the product.
+            part += along * PART_STEP * inverse
         best_factor = tl.where(better, factor, best_factor)
-        best_rest = tl.where(better, rest, best_rest)
         best_path = tl.where(better[:, None], path, best_path)
         factor += tl.div_rn(rest, tl.maximum(square, 1.0))
         factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
         factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
-    return best_path, best_factor[:, None]
+    return best_path, (best_factor[:, None], best_part[:, None], direction)
 
 
 @triton.jit
@@ -287,7 +341,7 @@ def _store_key_trellis(
 @triton.jit
 def store_trellis(
     y,  # 16 of [T, G] fp32
-    factor,  # [T, 1] fp32
+    search,  # see ``_wanted``
     scale,  # [T, G] fp32
     path,  # [T, G] int32
     tile_ptr,  # [T] uint8 pointers to tiles
@@ -307,7 +361,8 @@ def store_trellis(
     word = tl.zeros(scale.shape, tl.int32)
     reciprocal = reciprocal_of(scale)
     for e in tl.static_range(_STEPS):
-        _, branch = levels_on_path(y[e] * factor * reciprocal, path, CODEBOOK, e)
+        wanted = _wanted(y, search, e, NUM_GROUPS)
+        _, branch = levels_on_path(wanted * reciprocal, path, CODEBOOK, e)
         if IS_KEY:
             word |= branch << (2 * e)
         else:

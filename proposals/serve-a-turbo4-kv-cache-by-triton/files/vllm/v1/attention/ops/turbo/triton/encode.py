@@ -65,7 +65,7 @@ def _nibble_of(index, IS_VALUE: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(y):
+def magnitude_of(y):
     return tl.minimum(tl.abs(y), _SCALE_MAX)
 
 
@@ -80,7 +80,7 @@ def _level_of(index, CODEBOOK: tl.constexpr):
 
 
 @triton.jit
-def _nearest_index(
+def nearest_index(
     magnitude,  # [T, C] fp32
     scale,  # [T, C] fp32
     CODEBOOK: tl.constexpr,
@@ -94,14 +94,14 @@ def _nearest_index(
 
 
 @triton.jit
-def _unbiasing_factor(
+def unbiasing_factor(
     y,  # NUM_STEPS of [T, C] fp32
     scale,  # [T, C] fp32
     normaliser,  # [T, 1] fp32
     square,  # [T] fp32, of the vectors
     CODEBOOK: tl.constexpr,
 ):
-    """The factor of ``reference.codec._unbiased`` and the rest that it leaves.
+    """The factor of ``reference.unbiased`` and the rest that it leaves.
 
     Both are fp32 [T].
     """
@@ -111,7 +111,7 @@ def _unbiasing_factor(
     for _ in range(_UNBIAS_ROUNDS + 1):
         product = tl.zeros_like(scale)
         for i in tl.static_range(len(y)):
-            x = _magnitude(y[i])
+            x = magnitude_of(y[i])
             level = nearest_level(x * factor[:, None], scale, CODEBOOK)
             product += _product(x * normaliser, level * scale * normaliser, CODEBOOK)
         rest = square - tl.sum(product, 1)
@@ -144,7 +144,7 @@ def _code_to_move(
 ):
     """The coordinate whose code moves to the next level, or ``_NONE``: int32 [T].
 
-    ``reference.codec._unbiased`` has the rule.
+    ``reference.unbiased`` has the rule.
     """
     GAIN: tl.constexpr = CODEBOOK[2]
     outwards = tl.where(rest > 0, 1, -1)[:, None]
@@ -152,9 +152,9 @@ def _code_to_move(
     first = tl.full(scale.shape, _NONE, tl.int32)
     column = tl.arange(0, FOLD * NUM_UNITS)
     for i in tl.static_range(len(y)):
-        magnitude = _magnitude(y[i])
+        magnitude = magnitude_of(y[i])
         x = magnitude * normaliser
-        index = _nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
+        index = nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
         moved = index + outwards
         possible = (moved >= 0) & (moved < _HALF)
         decoded = _level_of(index, CODEBOOK) * scale * normaliser
@@ -195,16 +195,16 @@ def _units(
     """The words of the units, int32 [T, U], in the order of ``nibble_of``."""
     UNBIASED: tl.constexpr = CODEBOOK[2] > 0
     if UNBIASED:
-        largest = _magnitude(y[0])
+        largest = magnitude_of(y[0])
         for i in tl.static_range(1, len(y)):
-            largest = tl.maximum(largest, _magnitude(y[i]))
+            largest = tl.maximum(largest, magnitude_of(y[i]))
         normaliser = normaliser_of(tl.max(largest, 1))[:, None]
         square = tl.zeros_like(scale)
         for i in tl.static_range(len(y)):
-            x = _magnitude(y[i]) * normaliser
+            x = magnitude_of(y[i]) * normaliser
             square += round_to_integer(x * x * _PRODUCT_UNIT)
         square = tl.sum(square, 1)
-        factor, rest = _unbiasing_factor(y, scale, normaliser, square, CODEBOOK)
+        factor, rest = unbiasing_factor(y, scale, normaliser, square, CODEBOOK)
         chosen = _code_to_move(
             y, scale, normaliser, square, factor, rest, CODEBOOK, NUM_UNITS, FOLD
         )
@@ -212,13 +212,13 @@ def _units(
     word = tl.zeros(scale.shape, tl.int32)
     column = tl.arange(0, FOLD * NUM_UNITS)
     for i in tl.static_range(len(y)):
-        magnitude = _magnitude(y[i])
+        magnitude = magnitude_of(y[i])
         if UNBIASED:
-            index = _nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
+            index = nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
             coordinate = i * (FOLD * NUM_UNITS) + column
             index += tl.where(coordinate[None, :] == chosen[:, None], outwards, 0)
         else:
-            index = _nearest_index(magnitude, scale, CODEBOOK)
+            index = nearest_index(magnitude, scale, CODEBOOK)
         code = tl.where(y[i] < 0, -index + (_HALF - 1), index + _HALF)
         word |= (
             code << (_nibble_of(i * FOLD + column // NUM_UNITS, IS_VALUE) * 4)[None, :]

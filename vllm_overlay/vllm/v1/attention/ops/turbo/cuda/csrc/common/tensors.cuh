@@ -213,28 +213,41 @@ inline const int* starts_of(const Optional<TensorView>& query_start_loc,
   return ints_of("query_start_loc", query_start_loc.value(), num_seqs + 1);
 }
 
-// Check offsets [G, H, D] of fp32. A module has them if it was compiled for
+// Check vectors [G, H, D] by position. A module has them if it was compiled for
 // them, and only then.
+//
+// num_rows: G, written.
+inline const void* by_position(const char* name,
+                               const Optional<TensorView>& table,
+                               DLDataType dtype, int64_t num_kv_heads,
+                               int64_t head_size, bool is_wanted,
+                               DLDevice device, int& num_rows) {
+  num_rows = 0;
+  TVM_FFI_CHECK(table.has_value() == is_wanted, ValueError)
+      << name << ": the module is " << (is_wanted ? "" : "not ")
+      << "compiled for it";
+  if (!is_wanted) return nullptr;
+  const TensorView& x = table.value();
+  check_device(device, x);
+  check_shape(name, x, dtype, {kAnySize, num_kv_heads, head_size});
+  check_contiguous(name, x);
+  check_address(name, x, 16);
+  num_rows = to_int(name, x.size(0));
+  TVM_FFI_CHECK(num_rows > 0, ValueError)
+      << name << ": " << num_rows << " along axis 0, not 1 or more";
+  return x.data_ptr();
+}
+
+// Check offsets, which are fp32.
 //
 // num_offsets: G, written.
 inline const float* key_offset_of(const Optional<TensorView>& key_offset,
                                   int64_t num_kv_heads, int64_t head_size,
                                   bool is_wanted, DLDevice device,
                                   int& num_offsets) {
-  num_offsets = 0;
-  TVM_FFI_CHECK(key_offset.has_value() == is_wanted, ValueError)
-      << "key_offset: the module is " << (is_wanted ? "" : "not ")
-      << "compiled for it";
-  if (!is_wanted) return nullptr;
-  const TensorView& x = key_offset.value();
-  check_device(device, x);
-  check_shape("key_offset", x, kFloat32, {kAnySize, num_kv_heads, head_size});
-  check_contiguous("key_offset", x);
-  check_address("key_offset", x, 16);
-  num_offsets = to_int("key_offset", x.size(0));
-  TVM_FFI_CHECK(num_offsets > 0, ValueError)
-      << "key_offset: " << num_offsets << " along axis 0, not 1 or more";
-  return static_cast<const float*>(x.data_ptr());
+  return static_cast<const float*>(
+      by_position("key_offset", key_offset, kFloat32, num_kv_heads, head_size,
+                  is_wanted, device, num_offsets));
 }
 
 inline Floats floats_of(const char* name, const TensorView& x) {

@@ -4,9 +4,7 @@
 // The encoder of four-bit codes of the turbo format: see reference.codec.
 #pragma once
 
-#include "store/levels.cuh"
-#include "store/planes.cuh"
-#include "store/unbias.cuh"
+#include "store/moves.cuh"
 
 namespace turbo {
 
@@ -111,24 +109,6 @@ unbias(const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
   return key;
 }
 
-// The cost of moving a code to another level: see reference.codec._unbiased.
-__device__ __forceinline__ float cost_of_move(float x, float decoded,
-                                              float moved,
-                                              const Unbiasing& key) {
-  const float mended =
-      __fsub_rn(rounded_product(x, moved), rounded_product(x, decoded));
-  const float rest = __fsub_rn(key.rest, mended);
-  const float exact = __fmul_rn(x, 1 << PRODUCT_FRACTION_BITS);
-  const float error = __fsub_rn(exact, __fmul_rn(decoded, KEY_GAIN));
-  const float moved_error = __fsub_rn(exact, __fmul_rn(moved, KEY_GAIN));
-  const float across =
-      __fsub_rn(__fmul_rn(moved_error, moved_error), __fmul_rn(error, error));
-  // Powers of two may be multiplied in any order.
-  const float weighted = __fmul_rn(
-      across, __fmul_rn(key.square, 1.0f / (1 << PRODUCT_FRACTION_BITS)));
-  return __fmaf_rn(__fmul_rn(rest, rest), BIAS_WEIGHT, weighted);
-}
-
 // The indices of a key's magnitudes, four bits each. One is moved if that
 // lowers the cost.
 template <bool kIsTiny, int kGroups, int kElements>
@@ -194,6 +174,38 @@ __device__ __forceinline__ void key_codes(
   }
 }
 
+// The same with a direction, for which several indices may be moved.
+template <bool kIsTiny, int kGroups, int kElements>
+__device__ __forceinline__ void directed_codes(
+    const float (&x)[kGroups][kElements], const float (&scales)[kGroups],
+    const Direction<kGroups, kElements>& direction, const FoldTables& tables,
+    uint32_t (&words)[kGroups][kWordsOf<kElements>]) {
+  constexpr int kParts = kPartsOf<kElements>;
+  FoldRows<true, kIsTiny> rows[kGroups];
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    rows[j] = FoldRows<true, kIsTiny>(scales[j], tables);
+  }
+  const Unbiasing key = unbias(x, scales, rows);
+  const uint32_t moves = shared_address(tables.moves);
+  int along = 0;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const int index = rows[j].nearest(x[j][i], key.factor, scales[j]);
+      if (i < kWordsOf<kElements>) words[j][i] = 0;
+      words[j][word_of<kElements>(i)] += static_cast<uint32_t>(index)
+                                         << shift_of<kElements>(i);
+      const float level = load_shared_2(moves + index * kFoldBytes).x;
+      along +=
+          along_of(x[j][i], __fmul_rn(level, scales[j]), direction.at(j, i));
+    }
+  }
+  const float sum = reduce_vector<Sum, kParts>(along, 0);
+  move_codes(x, scales, direction, tables, key, sum, words);
+}
+
 // The indices of a value's magnitudes, four bits each.
 template <bool kIsTiny, int kGroups, int kElements>
 __device__ __forceinline__ void value_codes(
@@ -214,13 +226,16 @@ __device__ __forceinline__ void value_codes(
 
 // Quantise a vector, given as magnitudes and signs, to four bits, and write it.
 //
+// direction: that of a key, relative to the signs, or NoDirection.
 // codes: the place of codes of K or V.
 // scales: the place of the vector's scales, or null to write nothing.
-template <bool kIsKey, bool kIsTiny, int kGroups, int kElements>
+template <bool kIsKey, bool kIsTiny, int kGroups, int kElements,
+          typename OwnDirection>
 __device__ __forceinline__ void encode_4_bits(
     const float (&x)[kGroups][kElements],
     const uint32_t (&signs)[kGroups][kWordsOf<kElements>],
-    const int (&floors)[kGroups], float normaliser, const FoldTables& tables,
+    const int (&floors)[kGroups], float normaliser,
+    const OwnDirection& direction, const FoldTables& tables,
     const CodePlace& codes, uint8_t* scales) {
   int scale_codes[kGroups];
   choose_scales<kIsKey, kIsTiny>(x, floors, normaliser, tables, scale_codes);
@@ -230,7 +245,9 @@ __device__ __forceinline__ void encode_4_bits(
   for (int j = 0; j < kGroups; ++j) {
     chosen[j] = __fmul_rn(scale_value(scale_codes[j]), normaliser);
   }
-  if constexpr (kIsKey) {
+  if constexpr (kHasDirection<OwnDirection>) {
+    directed_codes<kIsTiny>(x, chosen, direction, tables, words);
+  } else if constexpr (kIsKey) {
     key_codes<kIsTiny>(x, chosen, tables, words);
   } else {
     value_codes<kIsTiny>(x, chosen, tables, words);

@@ -11,6 +11,10 @@
 
 namespace turbo {
 
+// True if the store needs the places of tokens in their sequences.
+constexpr bool kHasPositions =
+    KEY_OFFSET != 0 || WITH_TAIL != 0 || QUERY_DIRECTION != 0;
+
 // With WITH_TAIL: the rows that are written and counted.
 struct StoreTail : TailPages {
   const int* block_table;  // [R, max_blocks], of packed pages
@@ -35,7 +39,7 @@ struct StoreParams {
   // With KEY_OFFSET: the offset that the store takes off K, by a token's place
   // in its sequence.
   const float* key_offset;  // [G, H, D]
-  // With KEY_OFFSET or WITH_TAIL: the sequences of tokens.
+  // With kHasPositions: the sequences of tokens.
   const int* seq_lens;         // [R]
   const int* query_start_loc;  // [R + 1]
   StoreTail tail;
@@ -62,6 +66,10 @@ struct KernelParams : StoreParams {
   // Blocks of the tails, which are the first of the grid, and the
   // blocks of each sequence that write rows.
   int tail_blocks = 0, tail_writers = 0;
+  // With QUERY_DIRECTION: the direction that errors of keys are to be
+  // orthogonal to, by a token's place in its sequence.
+  int num_directions = 0;              // G
+  const __half* directions = nullptr;  // [G, H, D]
 
   explicit KernelParams(const StoreParams& params)
       : StoreParams(params),
@@ -156,6 +164,15 @@ __device__ __forceinline__ const float* offset_of_pair(
   int head;
   const int token = params.by_kv_heads.divide(pair, head);
   return offset_of(params, Position(params, token), head);
+}
+
+// The direction for a key.
+__device__ __forceinline__ const __half* direction_of(
+    const KernelParams& params, const Position& position, int kv_head) {
+  const int row = min(max(position.index, 0) / DIRECTION_SEGMENT,
+                      params.num_directions - 1);
+  return params.directions +
+         (int64_t(row) * params.num_kv_heads + kv_head) * HEAD_SIZE;
 }
 
 // The tag of a stored key's row, or null if none is kept. The sequence may have

@@ -20,13 +20,16 @@ using SideTables =
 //
 // x: integers.
 // exponent: that of the vector, see load_integers.
+// direction: that of a key, or NoDirection.
 // place: a tile, the token's index in it, and the tag of a key's row in the
 //   tail. Without a tile nothing is written.
-template <bool kIsKey, int kParts, int kGroups, int kElements, typename Place>
+template <bool kIsKey, int kParts, int kGroups, int kElements, typename Place,
+          typename OwnDirection = NoDirection>
 __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
                                               int exponent,
                                               const SideTables<kIsKey>& tables,
-                                              const Place& place) {
+                                              const Place& place,
+                                              OwnDirection direction = {}) {
   constexpr int kCodesOffset = kIsKey ? 0 : VALUE_CODES_OFFSET;
   constexpr int kScalesOffset =
       kIsKey ? KEY_SCALES_OFFSET : VALUE_SCALES_OFFSET;
@@ -85,16 +88,20 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
   scales = place.tile == nullptr ? nullptr : scales;
   const CodePlace codes{place.tile + kCodesOffset, place.token, place.tag};
   if constexpr (kIsTrellis<kIsKey> && kElements == kPartCodes) {
-    encode_3_bits_by_parts<kIsKey>(x, floors, normaliser, tables, codes,
-                                   scales);
+    encode_3_bits_by_parts<kIsKey>(x, floors, normaliser, direction, tables,
+                                   codes, scales);
   } else if constexpr (kIsTrellis<kIsKey>) {
-    encode_3_bits<kIsKey, kParts>(x, floors, normaliser, tables, codes, scales);
-  } else if (__any_sync(~0u, is_tiny)) {
-    encode_4_bits<kIsKey, true>(x, signs, floors, normaliser, tables, codes,
-                                scales);
+    encode_3_bits<kIsKey, kParts>(x, floors, normaliser, direction, tables,
+                                  codes, scales);
   } else {
-    encode_4_bits<kIsKey, false>(x, signs, floors, normaliser, tables, codes,
-                                 scales);
+    if constexpr (kHasDirection<OwnDirection>) direction.multiply_signs(signs);
+    if (__any_sync(~0u, is_tiny)) {
+      encode_4_bits<kIsKey, true>(x, signs, floors, normaliser, direction,
+                                  tables, codes, scales);
+    } else {
+      encode_4_bits<kIsKey, false>(x, signs, floors, normaliser, direction,
+                                   tables, codes, scales);
+    }
   }
 }
 

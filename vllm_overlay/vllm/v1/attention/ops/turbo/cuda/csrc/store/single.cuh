@@ -44,14 +44,24 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
   SingleInput input = {};
   Position position;
   if (!is_query) slot = static_cast<int>(params.slot_mapping[token]);
-  if (is_key && (KEY_OFFSET != 0 || WITH_TAIL != 0))
-    position = Position(params, token);
+  // A direction is needed later than the key. So its position is looked up
+  // while the key is loaded, unless the key's load needs it.
+  constexpr bool kIsLookedUpFirst =
+      KEY_OFFSET != 0 || (WITH_TAIL != 0 && QUERY_DIRECTION == 0);
+  if (is_key && kIsLookedUpFirst) position = Position(params, token);
   if (!is_query || is_row) {
     const bool has_offset = KEY_OFFSET != 0 && is_key;
     input = load_single<kIsBf16>(
         is_query ? query_of(params, row) : vector_of(params, is_key, pair),
         has_offset ? offset_of(params, position, head) : nullptr,
         params.single_matrix);
+  }
+  using OwnDirection = DirectionOf<true, 1, kSingleElements>;
+  OwnDirection direction = {};
+  if (QUERY_DIRECTION != 0 && is_key) {
+    if (!kIsLookedUpFirst) position = Position(params, token);
+    direction = OwnDirection::template of<kSingleParts, kIsTrellis<true>>(
+        direction_of(params, position, head));
   }
   load_tables(params, tables);
 
@@ -83,7 +93,8 @@ __device__ __forceinline__ void store_single(const KernelParams& params,
       place.tag = tail_tag(params, position, head, is_first);
     }
     if constexpr (kIsTrellis<true>) put_in_row(y[0]);
-    encode_vector<true, kSingleParts>(y, exponent, tables.key, place);
+    encode_vector<true, kSingleParts>(y, exponent, tables.key, place,
+                                      direction);
   } else {
     if constexpr (kIsTrellis<false>) put_in_row(y[0]);
     encode_vector<false, kSingleParts>(y, exponent, tables.value, place);

@@ -103,7 +103,8 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
            TensorView query_matrix, TensorView tables,
            Optional<TensorView> query, Optional<TensorView> rotated_query,
            Optional<TensorView> query_scale, double query_factor,
-           Optional<TensorView> key_offset, Optional<TensorView> seq_lens,
+           Optional<TensorView> key_offset,
+           Optional<TensorView> query_direction, Optional<TensorView> seq_lens,
            Optional<TensorView> query_start_loc,
            Optional<TensorView> tail_pages, Optional<TensorView> tail_blocks,
            Optional<TensorView> packed_lens, int64_t num_rows, int64_t keys,
@@ -144,7 +145,7 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   TVM_FFI_CHECK(tail_pages.has_value() == (WITH_TAIL != 0), ValueError)
       << "tail_pages: the module is " << (WITH_TAIL ? "" : "not ")
       << "compiled for it";
-  if (KEY_OFFSET != 0 || WITH_TAIL != 0)
+  if (turbo::kHasPositions)
     add_places(p, seq_lens.value(), query_start_loc.value(), device);
   if (WITH_TAIL != 0) {
     add_tail(p, tail_pages.value(), tail_blocks.value(), packed_lens.value(),
@@ -161,7 +162,11 @@ void store(TensorView kv_cache, TensorView slot_mapping, TensorView key,
   const auto launch = parts == 1   ? launch_store<kFewestParts>
                       : parts == 2 ? launch_store<2>
                                    : launch_store<4>;
-  launch(turbo::KernelParams(p), is_bf16, threads, device, enable_pdl);
+  turbo::KernelParams params(p);
+  params.directions = static_cast<const __half*>(turbo::by_position(
+      "query_direction", query_direction, turbo::kFloat16, num_kv_heads,
+      HEAD_SIZE, QUERY_DIRECTION, device, params.num_directions));
+  launch(params, is_bf16, threads, device, enable_pdl);
 }
 
 }  // namespace

@@ -50,11 +50,12 @@ constexpr int kElementsOf =
     kIsTrellis<kIsKey> && kParts != kPathParts ? SCALE_GROUP
                                                : SCALE_GROUP / kParts;
 
+// direction: with QUERY_DIRECTION, that of a key.
 template <bool kIsKey, int kParts>
-__device__ __forceinline__ void encode_column(const float (&y)[kKvBlocks][4],
-                                              int exponent,
-                                              const SideTables<kIsKey>& tables,
-                                              const Place& place) {
+__device__ __forceinline__ void encode_column(
+    const float (&y)[kKvBlocks][4], int exponent,
+    const SideTables<kIsKey>& tables, const Place& place,
+    const __half* direction = nullptr) {
   constexpr int kElements = kElementsOf<kIsKey, kParts>;
   float x[kLaneGroups][kElements];
 #pragma unroll
@@ -65,7 +66,10 @@ __device__ __forceinline__ void encode_column(const float (&y)[kKvBlocks][4],
           y, kIsKey ? 0 : 1, j, i);
     }
   }
-  encode_vector<kIsKey, kParts>(x, exponent, tables, place);
+  using OwnDirection = DirectionOf<kIsKey, kLaneGroups, kElements>;
+  encode_vector<kIsKey, kParts>(
+      x, exponent, tables, place,
+      OwnDirection::template of<kParts, kIsTrellis<kIsKey>>(direction));
 }
 
 // Store K, V or both for kWarpPairs (token, head) pairs.
@@ -101,14 +105,22 @@ __device__ __forceinline__ void store_pairs(const KernelParams& params,
   }
   start_next_kernel();
   Place place(params, slot, head);
+  // Without a slot the direction is arbitrary.
+  Position position;
+  if ((WITH_TAIL != 0 || QUERY_DIRECTION != 0) && with_key && slot >= 0)
+    position = Position(params, token);
   if (WITH_TAIL != 0 && with_key && slot >= 0) {
     const bool is_first =
         group_of_lane<kParts>(0) == 0 && part_of_lane<kParts>() == 0;
-    place.tag = tail_tag(params, Position(params, token), head, is_first);
+    place.tag = tail_tag(params, position, head, is_first);
   }
+  const __half* direction = nullptr;
+  if (QUERY_DIRECTION != 0 && with_key)
+    direction = direction_of(params, position, head);
   const int key_exponent = from_loader(exponent, 2 * pair_column);
   const int value_exponent = from_loader(exponent, 2 * pair_column + 1);
-  if (with_key) encode_column<true, kParts>(y, key_exponent, tables.key, place);
+  if (with_key)
+    encode_column<true, kParts>(y, key_exponent, tables.key, place, direction);
   if (with_value)
     encode_column<false, kParts>(y, value_exponent, tables.value, place);
 }

@@ -13,8 +13,7 @@
 #include <cstddef>
 
 #include "common/warp.cuh"
-#include "store/planes.cuh"
-#include "store/unbias.cuh"
+#include "store/direction.cuh"
 
 namespace turbo {
 
@@ -180,16 +179,19 @@ __device__ __forceinline__ int trellis_error(const float (&x)[SCALE_GROUP],
 // below it. The newest bit is highest. Among equal errors, the least cost is
 // then that of the path with the earlier bit zero. Bit b(e) is added with the
 // errors of code e + 1, whose subsets are odd if and only if the bit is set.
-__device__ __forceinline__ uint32_t search(const float (&x)[SCALE_GROUP],
-                                           float factor, const Windows& windows,
+//
+// tried: gives coordinate e of what is encoded, such as a key times a factor.
+template <typename Tried>
+__device__ __forceinline__ uint32_t search(const Tried& tried,
+                                           const Windows& windows,
                                            uint32_t (&rows)[SCALE_GROUP]) {
   int cost[4], first[4], early[4];
 #pragma unroll
   for (int e = 0; e < SCALE_GROUP; ++e) {
-    const float scaled = __fmul_rn(x[e], factor);
-    rows[e] = windows.row(scaled);
+    const float x = tried(e);
+    rows[e] = windows.row(x);
     int errors[4];
-    windows.errors(scaled, rows[e], errors);
+    windows.errors(x, rows[e], errors);
     // b(e - 1) is bit e - 1 in the first half, bit e - 7 in the second.
     const int bit =
         e == 0 ? 0 : 1 << (e <= kHalfPath - 1 ? e - 1 : e - kHalfPath + 1);
@@ -238,48 +240,54 @@ __device__ __forceinline__ uint32_t subset_offset(uint32_t subsets, int e) {
   return (e == 0 ? subsets << 2 : subsets >> (2 * e - 2)) & 0xC;
 }
 
-// The factor of a key with the best paths: see reference.codec._unbiased.
-template <int kGroups>
-__device__ __forceinline__ float trellis_factor(
-    const float (&x)[kGroups][SCALE_GROUP], const Windows (&windows)[kGroups],
-    uint32_t (&paths)[kGroups]) {
+// The factor of a key, and the part of its direction, with the best paths: see
+// reference.unbias.unbiased.
+template <int kGroups, typename OwnDirection>
+__device__ __forceinline__ UnbiasingOf<OwnDirection> trellis_factor(
+    const float (&x)[kGroups][SCALE_GROUP], const OwnDirection& direction,
+    const Windows (&windows)[kGroups], uint32_t (&paths)[kGroups]) {
   const int square = square_of(x);
-  Unbiasing key = Unbiasing::of<1>(square);
+  auto key = UnbiasingOf<OwnDirection>::template of<1>(square);
 #pragma unroll 1
   for (int round = 0; round <= UNBIAS_ROUNDS; ++round) {
-    int rest = square;
+    int rest = square, along = 0;
     uint32_t found[kGroups];
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       uint32_t rows[SCALE_GROUP];
-      found[j] = search(x[j], key.next, windows[j], rows);
+      found[j] =
+          search([&](int e) { return key.next_of(x[j][e], direction, j, e); },
+                 windows[j], rows);
       const uint32_t subsets = subsets_of(found[j]);
 #pragma unroll
       for (int e = 0; e < SCALE_GROUP; ++e) {
         const float level = load_shared(rows[e] | subset_offset(subsets, e));
         const float decoded = __fmul_rn(level, windows[j].scale);
         rest -= __float_as_int(rounded_product(x[j][e], decoded));
+        if constexpr (kHasDirection<OwnDirection>)
+          along += along_of(x[j][e], decoded, direction.at(j, e));
       }
     }
-    if (key.update(round, reduce_vector<Sum, 1>(rest, round))) {
+    if (update<1>(key, round, rest, along)) {
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) paths[j] = found[j];
     }
   }
-  return key.factor;
+  return key;
 }
 
 // The branches of a path, two bits each.
-template <int kElements>
-__device__ __forceinline__ uint32_t branches_of(const float (&x)[kElements],
-                                                float factor,
+//
+// best: gives coordinate e of what was encoded.
+template <int kElements, typename Best>
+__device__ __forceinline__ uint32_t branches_of(const Best& best,
                                                 const Windows& windows,
                                                 uint32_t subsets) {
   uint32_t word = 0;
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
     const uint32_t window =
-        (windows.row(__fmul_rn(x[e], factor)) - windows.base) / kWindowBytes;
+        (windows.row(best(e)) - windows.base) / kWindowBytes;
     const uint32_t subset = subsets >> (2 * e) & 3;
     word |= (window + NUM_SUBSETS - 1 - subset) / NUM_SUBSETS << (2 * e);
   }
@@ -287,39 +295,42 @@ __device__ __forceinline__ uint32_t branches_of(const float (&x)[kElements],
 }
 
 // Paths and branches of a vector.
-template <bool kIsKey, int kGroups>
+template <bool kIsKey, int kGroups, typename OwnDirection>
 __device__ __forceinline__ void paths_of(const float (&x)[kGroups][SCALE_GROUP],
+                                         const OwnDirection& direction,
                                          const Windows (&windows)[kGroups],
                                          uint32_t (&paths)[kGroups],
                                          uint32_t (&branches)[kGroups]) {
-  float factor = 1.0f;
-  if constexpr (kIsKey) {
-    factor = trellis_factor(x, windows, paths);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      uint32_t rows[SCALE_GROUP];
-      paths[j] = search(x[j], factor, windows[j], rows);
-    }
-  }
+  // Values have a factor of one.
+  UnbiasingOf<OwnDirection> key;
+  if constexpr (kIsKey) key = trellis_factor(x, direction, windows, paths);
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
-    branches[j] = branches_of(x[j], factor, windows[j], subsets_of(paths[j]));
+    const auto best = [&](int e) {
+      return key.best_of(x[j][e], direction, j, e);
+    };
+    if constexpr (!kIsKey) {
+      uint32_t rows[SCALE_GROUP];
+      paths[j] = search(best, windows[j], rows);
+    }
+    branches[j] =
+        branches_of<SCALE_GROUP>(best, windows[j], subsets_of(paths[j]));
   }
 }
 
 // Quantise a vector to three bits and write it.
 //
 // x: normalised, with signs.
+// direction: that of a key, or NoDirection.
 // codes: the place of codes of K or V.
 // scales: the place of the vector's scales.
 // kParts: lanes that have the same group, and share the candidates of its
 //   scale.
-template <bool kIsKey, int kParts, int kGroups>
+template <bool kIsKey, int kParts, int kGroups, typename OwnDirection>
 __device__ __forceinline__ void encode_3_bits(
     const float (&x)[kGroups][SCALE_GROUP], const int (&floors)[kGroups],
-    float normaliser, const WindowTables& tables, const CodePlace& codes,
-    uint8_t* scales) {
+    float normaliser, const OwnDirection& direction, const WindowTables& tables,
+    const CodePlace& codes, uint8_t* scales) {
   constexpr float kGuess = kIsKey ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
   int scale_codes[kGroups];
   int errors[kGroups][NUM_SCALE_CANDIDATES];
@@ -348,7 +359,7 @@ __device__ __forceinline__ void encode_3_bits(
     windows[j] =
         Windows(scale_value(scale_codes[j]), normaliser, kGuess, tables);
   }
-  paths_of<kIsKey>(x, windows, paths, branches);
+  paths_of<kIsKey>(x, direction, windows, paths, branches);
   store_paths<kIsKey, kParts>(branches, paths, codes,
                               scales != nullptr && part == 0);
   store_scales<kParts>(scale_codes, scales);

@@ -128,17 +128,24 @@ __device__ __forceinline__ uint32_t subsets_of_part(uint32_t path) {
   return subsets_of(path) >> (2 * kPartCodes * part_of_lane<kPathParts>());
 }
 
-// The sum of products of a part's coordinates and their decoded values on a
-// path. Products are bits of floats: see rounded_product.
+// The sum of products of a part's coordinates of group j and their decoded
+// values on a path. Products are bits of floats: see rounded_product.
+//
+// along: the errors' products with the direction are added.
+template <typename OwnDirection>
 __device__ __forceinline__ int products_of_part(
-    const float (&x)[kPartCodes], const uint32_t (&rows)[kPartCodes],
-    float scale, uint32_t path) {
+    const float (&x)[kPartCodes], const OwnDirection& direction, int j,
+    const uint32_t (&rows)[kPartCodes], float scale, uint32_t path,
+    int& along) {
   const uint32_t subsets = subsets_of_part(path);
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kPartCodes; ++i) {
     const float level = load_shared(rows[i] | subset_offset(subsets, i));
-    sum += __float_as_int(rounded_product(x[i], __fmul_rn(level, scale)));
+    const float decoded = __fmul_rn(level, scale);
+    sum += __float_as_int(rounded_product(x[i], decoded));
+    if constexpr (kHasDirection<OwnDirection>)
+      along += along_of(x[i], decoded, direction.at(j, i));
   }
   return sum;
 }
@@ -146,13 +153,14 @@ __device__ __forceinline__ int products_of_part(
 // Quantise a vector to three bits and write it.
 //
 // x: the part's coordinates, normalised, with signs.
+// direction: that of a key, or NoDirection.
 // codes: the place of codes of K or V.
 // scales: the place of the vector's scales.
-template <bool kIsKey, int kGroups>
+template <bool kIsKey, int kGroups, typename OwnDirection>
 __device__ __forceinline__ void encode_3_bits_by_parts(
     const float (&x)[kGroups][kPartCodes], const int (&floors)[kGroups],
-    float normaliser, const WindowTables& tables, const CodePlace& codes,
-    uint8_t* scales) {
+    float normaliser, const OwnDirection& direction, const WindowTables& tables,
+    const CodePlace& codes, uint8_t* scales) {
   constexpr float kGuess = kIsKey ? KEY_TRELLIS_GUESS : VALUE_TRELLIS_GUESS;
   constexpr int kRounds = kIsKey ? UNBIAS_ROUNDS + 1 : 1;
   int scale_codes[kGroups] = {};
@@ -160,10 +168,10 @@ __device__ __forceinline__ void encode_3_bits_by_parts(
   Windows windows[kGroups];
   uint32_t paths[kGroups];
   int square = 0;
-  Unbiasing key;
+  UnbiasingOf<OwnDirection> key;
   if constexpr (kIsKey) {
     square = square_of(x);
-    key = Unbiasing::of<kPathParts>(square);
+    key = UnbiasingOf<OwnDirection>::template of<kPathParts>(square);
   }
   // Candidates of the scale, and then rounds, share a search, whose code is
   // fetched once.
@@ -171,7 +179,7 @@ __device__ __forceinline__ void encode_3_bits_by_parts(
   for (int step = 0; step < NUM_SCALE_CANDIDATES + kRounds; ++step) {
     const int round = step - NUM_SCALE_CANDIDATES;
     if (round == 0) scales_in_reach<kPathParts>(floors, errors, scale_codes);
-    int rest = square;
+    int rest = square, along = 0;
     uint32_t found[kGroups];
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
@@ -181,7 +189,7 @@ __device__ __forceinline__ void encode_3_bits_by_parts(
       float scaled[kPartCodes];
 #pragma unroll
       for (int i = 0; i < kPartCodes; ++i) {
-        scaled[i] = kIsKey ? __fmul_rn(x[j][i], key.next) : x[j][i];
+        scaled[i] = kIsKey ? key.next_of(x[j][i], direction, j, i) : x[j][i];
       }
       uint32_t rows[kPartCodes];
       const FoundPath best = search_parts(scaled, windows[j], rows);
@@ -191,12 +199,13 @@ __device__ __forceinline__ void encode_3_bits_by_parts(
       }
       found[j] = best.path;
       if (kIsKey && round >= 0) {
-        rest -= products_of_part(x[j], rows, windows[j].scale, found[j]);
+        rest -= products_of_part(x[j], direction, j, rows, windows[j].scale,
+                                 found[j], along);
       }
     }
     bool is_best = true;
     if (kIsKey && round >= 0) {
-      is_best = key.update(round, reduce_vector<Sum, kPathParts>(rest, round));
+      is_best = update<kPathParts>(key, round, rest, along);
     }
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) paths[j] = is_best ? found[j] : paths[j];
@@ -205,8 +214,9 @@ __device__ __forceinline__ void encode_3_bits_by_parts(
   uint32_t branches[kGroups];
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
-    const uint32_t of_part =
-        branches_of(x[j], key.factor, windows[j], subsets_of_part(paths[j]));
+    const uint32_t of_part = branches_of<kPartCodes>(
+        [&](int i) { return key.best_of(x[j][i], direction, j, i); },
+        windows[j], subsets_of_part(paths[j]));
     const int shift = 2 * kPartCodes * part_of_lane<kPathParts>();
     branches[j] =
         reduce_parts<Sum, kPathParts>(static_cast<int>(of_part << shift));

@@ -2,8 +2,10 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The search for a key's factor, which makes the key's product with its decoded
-// value equal its square: see reference.codec._unbiased.
+// value equal its square: see reference.unbias.unbiased.
 #pragma once
+
+#include <type_traits>
 
 #include "store/scales.cuh"
 
@@ -30,6 +32,16 @@ __device__ __forceinline__ int square_of(const float (&x)[kGroups][kElements]) {
   }
   return square;
 }
+
+// Stands for the direction of vectors that have none: see direction.cuh.
+struct NoDirection {
+  template <int kParts, bool kInRow>
+  __device__ __forceinline__ static NoDirection of(const __half*) {
+    return {};
+  }
+};
+template <typename OwnDirection>
+constexpr bool kHasDirection = !std::is_same_v<OwnDirection, NoDirection>;
 
 // The factors tried, and the best so far.
 struct Unbiasing {
@@ -60,13 +72,28 @@ struct Unbiasing {
     const bool is_best = round == 0 || fabsf(missing) < fabsf(rest);
     factor = is_best ? next : factor;
     rest = is_best ? missing : rest;
+    step(missing);
+    return is_best;
+  }
+
+  // Step the factor as if the product were linear in it.
+  __device__ __forceinline__ void step(float missing) {
     // The quotient is correctly rounded, because the reciprocal is (Markstein's
     // theorem).
     const float quotient = __fmul_rn(missing, reciprocal);
     const float error = __fmaf_rn(-fmaxf(square, 1.0f), quotient, missing);
     next = __fadd_rn(next, __fmaf_rn(error, reciprocal, quotient));
     next = fminf(fmaxf(next, 1.0f - UNBIAS_LIMIT), 1.0f + UNBIAS_LIMIT);
-    return is_best;
+  }
+
+  // A coordinate as it is encoded next and was best.
+  __device__ __forceinline__ float next_of(float x, NoDirection, int,
+                                           int) const {
+    return __fmul_rn(x, next);
+  }
+  __device__ __forceinline__ float best_of(float x, NoDirection, int,
+                                           int) const {
+    return __fmul_rn(x, factor);
   }
 };
 
