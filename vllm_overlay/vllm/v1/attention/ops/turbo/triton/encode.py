@@ -298,6 +298,7 @@ def encode_vectors(
         store_trellis(
             groups,
             search,
+            direction,
             scale,
             path,
             tile_ptr,

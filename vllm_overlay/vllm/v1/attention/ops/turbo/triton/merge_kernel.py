@@ -288,6 +288,8 @@ def merge_kernel(
     """Program i: rows [i * BLOCK_R, ...) of the (sequence, token, head) triples."""
     HEAD_SIZE: tl.constexpr = SIZES.head_size
     HEAD_SIZE_V: tl.constexpr = SIZES.head_size_v
+    BLOCK_D: tl.constexpr = SIZES.block_d
+    BLOCK_D_V: tl.constexpr = SIZES.block_d_v
     if not CASE.multiple:
         max_query_len = 1
     row, m_slot, m_row, sequence, place, first_token, query_len = _program_rows(
@@ -300,10 +302,10 @@ def merge_kernel(
     p_lse = partials.lse + first_partial[:, None] + (o_s * split_rows)[None, :]
     m_lse = m_row[:, None] & (o_s < num_splits)[None, :]
     b_lse = tl.load(p_lse, mask=m_lse, other=float("-inf"))  # [R, S]
-    o_d = tl.arange(0, SIZES.block_d)
+    o_d = tl.arange(0, BLOCK_D)
     o_v = o_d
-    if SIZES.block_d_v != SIZES.block_d:
-        o_v = tl.arange(0, SIZES.block_d_v)
+    if BLOCK_D_V != BLOCK_D:
+        o_v = tl.arange(0, BLOCK_D_V)
     if CASE.with_raw:
         seq_len = tl.load(seq_lens_ptr + sequence, mask=m_row, other=0)
         head = row % NUM_HEADS
@@ -351,7 +353,7 @@ def merge_kernel(
     total = tl.sum(tl.exp2(b_lse - largest[:, None]), 1)
     if sinks_ptr is not None:
         total += tl.exp2(sink - largest)
-    b_output = tl.zeros([_BLOCK_R, SIZES.block_d_v], tl.float32)
+    b_output = tl.zeros([_BLOCK_R, BLOCK_D_V], tl.float32)
     if pages_ptr is not None:
         rescale = tl.exp2(own_largest - largest)
         total += own_total * rescale

@@ -118,14 +118,15 @@ def _direction_at(direction, E: tl.constexpr, NUM_GROUPS: tl.constexpr):
 @triton.jit
 def _wanted(
     y,  # 16 of [T, G] fp32
-    search,  # a factor and a part, [T, 1] fp32; a direction, or None
+    search,  # a factor and a part, [T, 1] fp32
+    direction,  # see ``_direction_at``, or None
     E: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ):
     """Elements beside code e of vectors times the factor, plus the part of u."""
     wanted = y[E] * search[0]
-    if search[2] is not None:
-        wanted += _direction_at(search[2], E, NUM_GROUPS) * search[1]
+    if direction is not None:
+        wanted += _direction_at(direction, E, NUM_GROUPS) * search[1]
     return wanted
 
 
@@ -133,6 +134,7 @@ def _wanted(
 def _search(
     y,  # 16 of [T, G] fp32
     search,  # see ``_wanted``
+    direction,  # see ``_direction_at``, or None
     scale,  # [T, G] fp32
     normaliser,  # [T, 1] fp32
     CODEBOOK: tl.constexpr,
@@ -147,7 +149,7 @@ def _search(
     early = tl.zeros(scale.shape, tl.int32)
     late = tl.zeros(scale.shape, tl.int32)
     for e in tl.static_range(_STEPS):
-        wanted = _wanted(y, search, e, NUM_GROUPS)
+        wanted = _wanted(y, search, direction, e, NUM_GROUPS)
         cost, survivors = _step(wanted, normaliser, scale, reciprocal, cost, CODEBOOK)
         if e < 8:
             early |= survivors << (4 * e)
@@ -256,8 +258,8 @@ def choose_path(
     factor = tl.full(largest.shape, 1.0, tl.float32)
     part = tl.zeros_like(factor)
     if GAIN == 0:
-        search = (factor[:, None], part[:, None], direction)
-        path = _search(y, search, scale, normaliser, CODEBOOK, NUM_GROUPS)
+        search = (factor[:, None], part[:, None])
+        path = _search(y, search, direction, scale, normaliser, CODEBOOK, NUM_GROUPS)
         return path, search
 
     square = tl.zeros_like(scale)
@@ -274,12 +276,12 @@ def choose_path(
     inverse = tl.div_rn(1.0, tl.max(normaliser, 1))
     best_path = tl.zeros(scale.shape, tl.int32)
     for _ in range(_UNBIAS_ROUNDS + 1):
-        search = (factor[:, None], part[:, None], direction)
-        path = _search(y, search, scale, normaliser, CODEBOOK, NUM_GROUPS)
+        search = (factor[:, None], part[:, None])
+        path = _search(y, search, direction, scale, normaliser, CODEBOOK, NUM_GROUPS)
         product = tl.zeros_like(scale)
         along = tl.zeros_like(scale)
         for e in tl.static_range(_STEPS):
-            z = _wanted(y, search, e, NUM_GROUPS) * reciprocal
+            z = _wanted(y, search, direction, e, NUM_GROUPS) * reciprocal
             level, _ = levels_on_path(z, path, CODEBOOK, e)
             decoded = level * scale * normaliser
             x = y[e] * normaliser
@@ -304,7 +306,7 @@ def choose_path(
         factor += tl.div_rn(rest, tl.maximum(square, 1.0))
         factor = tl.maximum(factor, 1.0 - _UNBIAS_LIMIT)
         factor = tl.minimum(factor, 1.0 + _UNBIAS_LIMIT)
-    return best_path, (best_factor[:, None], best_part[:, None], direction)
+    return best_path, (best_factor[:, None], best_part[:, None])
 
 
 @triton.jit
@@ -342,6 +344,7 @@ def _store_key_trellis(
 def store_trellis(
     y,  # 16 of [T, G] fp32
     search,  # see ``_wanted``
+    direction,  # see ``_direction_at``, or None
     scale,  # [T, G] fp32
     path,  # [T, G] int32
     tile_ptr,  # [T] uint8 pointers to tiles
@@ -361,7 +364,7 @@ def store_trellis(
     word = tl.zeros(scale.shape, tl.int32)
     reciprocal = reciprocal_of(scale)
     for e in tl.static_range(_STEPS):
-        wanted = _wanted(y, search, e, NUM_GROUPS)
+        wanted = _wanted(y, search, direction, e, NUM_GROUPS)
         _, branch = levels_on_path(wanted * reciprocal, path, CODEBOOK, e)
         if IS_KEY:
             word |= branch << (2 * e)

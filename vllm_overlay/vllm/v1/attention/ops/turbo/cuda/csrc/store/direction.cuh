@@ -103,7 +103,7 @@ __device__ __forceinline__ float cost_of_products(float rest, float along,
 struct DirectedUnbiasing : Unbiasing {
   float pull;
   float next_part = 0.0f, part = 0.0f;
-  float least = __uint_as_float(0x7F800000u);
+  float least = INFINITY;
 
   template <int kParts>
   __device__ __forceinline__ static DirectedUnbiasing of(int square_sum) {
