@@ -74,7 +74,10 @@ class Resources(NamedTuple):
 def compile_to_ptx(
     module: CudaModule, capability: int, nvcc: str
 ) -> tuple[Resources, str]:
-    """Compile a module's device code for one architecture.
+    """Compile a module for one architecture.
+
+    The compiler reads a source for the host as well, and refuses there what it takes
+    for a GPU: a member's initial value that calls a device function.
 
     Returns:
         The resources of its kernels, and their PTX.
@@ -84,8 +87,8 @@ def compile_to_ptx(
 
     """
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["-cubin", _VERBOSE, "--keep", f"--keep-dir={folder}"]
-        output = Path(folder) / "kernel.cubin"
+        flags = ["-c", _VERBOSE, "--keep", f"--keep-dir={folder}"]
+        output = Path(folder) / "kernel.o"
         words = compile_module(module, capability, nvcc, output, flags)
         ptx = (Path(folder) / module.source.with_suffix(".ptx").name).read_text()
     return parse_resources(words), ptx
