@@ -303,9 +303,7 @@ def merge_kernel(
     m_lse = m_row[:, None] & (o_s < num_splits)[None, :]
     b_lse = tl.load(p_lse, mask=m_lse, other=float("-inf"))  # [R, S]
     o_d = tl.arange(0, BLOCK_D)
-    o_v = o_d
-    if BLOCK_D_V != BLOCK_D:
-        o_v = tl.arange(0, BLOCK_D_V)
+    o_v = tl.arange(0, BLOCK_D_V)
     if CASE.with_raw:
         seq_len = tl.load(seq_lens_ptr + sequence, mask=m_row, other=0)
         head = row % NUM_HEADS
