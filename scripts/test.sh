@@ -86,8 +86,10 @@ kernels() {
   set --
   if without_gpu; then
     set -- -p vllm_turbo_cpu_standins.interpreter -p vllm_turbo_cpu_standins.left_out \
-      -p vllm_turbo_cpu_standins.inspection
+      -p vllm_turbo_cpu_standins.inspection -p vllm_turbo_cpu_standins.launches
     export VLLM_TARGET_DEVICE=cpu TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
+    export TURBO_LAUNCHES="$scratch/launches"
+    mkdir "$TURBO_LAUNCHES"
   fi
   # The interpreter takes one core.
   OMP_NUM_THREADS=1 python -m pytest -q "$@" -n logical --dist worksteal \
@@ -96,8 +98,14 @@ kernels() {
     # CUDA's kernels, a few cases of them, on an emulated GPU.
     OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \
       -n logical --dist loadfile --durations=5 vllm_overlay/tests/kernels/turbo
-    # Triton's compiler refuses some of what its interpreter takes.
-    env -u TRITON_INTERPRET python ci/lower_stores.py
+    # Triton's compiler refuses some of what its interpreter takes, and an older one
+    # more.
+    python -m pip install --quiet --disable-pip-version-check --no-deps \
+      --target "$scratch/triton" --requirement requirements/triton.txt
+    for path in '' "$scratch/triton"; do
+      env -u TRITON_INTERPRET PYTHONPATH="$path" python ci/lower_kernels.py \
+        "$TURBO_LAUNCHES"
+    done
     # Every module that serving may ask for, on any GPU, is read by a compiler.
     OMP_NUM_THREADS=1 python -m pytest -q -n logical --dist worksteal tests/instances
   fi
