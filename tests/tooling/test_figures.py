@@ -81,15 +81,15 @@ ROWS: dict[str, Measured | None] = {
         digits=1,
     ),
     "divergence of SmolLM2-135M, millinats": Measured(
-        "check-smollm2-means-auto/check.json",
+        "check-smollm2-direction/check.json",
         CHECK,
         {},
         ("kl_mean",),
         factor=1e3,
         digits=1,
     ),
-    "divergence of needle-llama, K's mean kept, millinats": Measured(
-        "window-llama/quality.json",
+    "divergence of needle-llama, millinats": Measured(
+        "quality-direction/llama.json",
         ARMS,
         {},
         ("decode", "kl_mean"),
@@ -97,7 +97,7 @@ ROWS: dict[str, Measured | None] = {
         digits=1,
     ),
     "facts found in long texts": Measured(
-        "window-llama/quality.json",
+        "quality-direction/llama.json",
         ARMS,
         {},
         ("tasks", "needle", "score"),
