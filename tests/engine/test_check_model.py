@@ -228,7 +228,8 @@ def test_worst_layer_in_bf16(report: dict[str, Any], rows: dict[str, dict[str, A
     rest = packed["layers"] - 1
     expected = (reference + rest * packed["bytes_per_token"]) / packed["layers"]
     assert row["bytes_per_token"] == pytest.approx(expected)
-    # So few positions do not tell which of the two is nearer.
+    # One of eight layers is less than the noise of so few positions: with 64 of them
+    # the two were 5.06 and 4.98 millinats.
     assert 0 < row["kl_mean"] != packed["kl_mean"]
 
 
