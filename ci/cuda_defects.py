@@ -413,8 +413,8 @@ DEFECTS = {
     # The lanes of a key disagree on what a moved code leaves.
     "store-direction": Defect(
         "store/moves.cuh",
-        "is_chosen ? own.along : infinity",
-        "worth ? own.along : infinity",
+        "is_chosen ? own.along : INFINITY",
+        "worth ? own.along : INFINITY",
         "kernels/test_cuda_direction.py::test_bytes_equal_the_reference",
         "turbo4",
     ),

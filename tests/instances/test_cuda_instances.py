@@ -81,13 +81,21 @@ def parts_of(module: CudaModule) -> set[str]:
 def test_all_modules(capability, part):
     wrong = {}
     chosen = modules(capability)[part::PARTS]
-    assert len(chosen) > 25
     for name, module in chosen:
         try:
             check(module.source, SOURCE_DIR, {HEADER_NAME: module.header}, module.flags)
         except CannotBuildError as error:
             wrong[name] = str(error)[:2000]
     assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_each_kernel_and_part_of_a_name_is_read(capability):
+    """Of each kernel as many dtypes, sizes and features as serving may ask for."""
+    served = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES).values()
+    wanted = {(x.kernel, part) for x in served for part in parts_of(x)}
+    found = {(x.kernel, part) for _, x in modules(capability) for part in parts_of(x)}
+    assert found == wanted and len(served) > 200
 
 
 @pytest.mark.parametrize("size, is_right", [(16, True), (12, False)])

@@ -113,6 +113,35 @@ def _product(x, decoded, CODEBOOK: tl.constexpr):
 
 
 @triton.jit
+def _to_next_level(
+    x,  # [T, C] fp32, normalised magnitudes
+    index,  # [T, C] int32
+    outwards,  # [T, C] or [T, 1], 1 or -1
+    inside,  # [1, C], of columns with a coordinate
+    scale,  # [T, C] fp32
+    normaliser,  # [T, 1] fp32
+    CODEBOOK: tl.constexpr,
+):
+    """Codes that move to the next level: whether they can, their step of the product
+    with the vector, and their errors before and after. All are [T, C].
+    """
+    moved = index + outwards
+    possible = (moved >= 0) & (moved < _HALF) & inside
+    decoded = _level_of(index, CODEBOOK) * scale * normaliser
+    other = _level_of(moved, CODEBOOK) * scale * normaliser
+    step = _product(x, other, CODEBOOK) - _product(x, decoded, CODEBOOK)
+    errors = error_of(x, decoded, CODEBOOK), error_of(x, other, CODEBOOK)
+    return possible, step, errors[0], errors[1]
+
+
+@triton.jit
+def _cost_across(error, other_error, square):
+    """The change of squared errors by a move, in the unit of costs."""
+    across = other_error * other_error - error * error
+    return across * _INVERSE_UNIT * square
+
+
+@triton.jit
 def code_to_move(
     y,  # NUM_STEPS of [T, C] fp32
     scale,  # [T, C] fp32
@@ -130,25 +159,21 @@ def code_to_move(
 
     ``reference.unbiased`` has the rule.
     """
-    GAIN: tl.constexpr = CODEBOOK[2]
     outwards = tl.where(rest > 0, 1, -1)[:, None]
     least = tl.full(scale.shape, float("inf"), tl.float32)
     first = tl.full(scale.shape, _NONE, tl.int32)
     fold = tl.arange(0, FOLD * BLOCK_U) // BLOCK_U
+    inside = (unit < NUM_UNITS)[None, :]
     for i in tl.static_range(len(y)):
         magnitude = magnitude_of(y[i])
         x = magnitude * normaliser
         index = nearest_index(magnitude * factor[:, None], scale, CODEBOOK)
-        moved = index + outwards
-        possible = (moved >= 0) & (moved < _HALF) & (unit < NUM_UNITS)[None, :]
-        decoded = _level_of(index, CODEBOOK) * scale * normaliser
-        other = _level_of(moved, CODEBOOK) * scale * normaliser
-        mended = _product(x, other, CODEBOOK) - _product(x, decoded, CODEBOOK)
-        mended = rest[:, None] - mended
-        error = x * _PRODUCT_UNIT - decoded * GAIN
-        other_error = x * _PRODUCT_UNIT - other * GAIN
-        across = (other_error * other_error - error * error) * _INVERSE_UNIT
-        cost = mended * mended * _BIAS_WEIGHT + across * square[:, None]
+        possible, step, error, other_error = _to_next_level(
+            x, index, outwards, inside, scale, normaliser, CODEBOOK
+        )
+        mended = rest[:, None] - step
+        cost = mended * mended * _BIAS_WEIGHT
+        cost += _cost_across(error, other_error, square[:, None])
         better = possible & (cost < least)
         least = tl.where(better, cost, least)
         coordinate = (i * FOLD + fold) * NUM_UNITS + unit
@@ -227,18 +252,14 @@ def directed_indices(
             slope = rest * _BIAS_WEIGHT * x + along * pull * u
             outwards = tl.where(slope > 0, 1, -1)
             index = indices >> (4 * i) & 15
-            moved = index + outwards
-            possible = (moved >= 0) & (moved < _HALF) & inside
-            decoded = _level_of(index, CODEBOOK) * scale * normaliser
-            other = _level_of(moved, CODEBOOK) * scale * normaliser
-            own_rest = _product(x, other, CODEBOOK) - _product(x, decoded, CODEBOOK)
-            own_rest = rest - own_rest
-            error = error_of(x, decoded, CODEBOOK)
-            other_error = error_of(x, other, CODEBOOK)
+            possible, step, error, other_error = _to_next_level(
+                x, index, outwards, inside, scale, normaliser, CODEBOOK
+            )
+            own_rest = rest - step
             own_along = round_to_integer(other_error * u) - round_to_integer(error * u)
             own_along = along + own_along
-            across = (other_error * other_error - error * error) * _INVERSE_UNIT
-            cost = own_rest * own_rest * _BIAS_WEIGHT + across * square
+            cost = own_rest * own_rest * _BIAS_WEIGHT
+            cost += _cost_across(error, other_error, square)
             cost += own_along * own_along * pull
             better = possible & (cost < least)
             least = tl.where(better, cost, least)

@@ -129,16 +129,14 @@ __device__ __forceinline__ void key_codes(
   const Unbiasing key = unbias(x, scales, rows);
   const int outwards = key.rest > 0.0f ? 1 : -1;
   const uint32_t moves = shared_address(tables.moves[key.rest > 0.0f]);
-  float least = __uint_as_float(0x7F800000u);
+  float least = INFINITY;
   int first = kNone;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       const int index = rows[j].nearest(x[j][i], key.factor, scales[j]);
-      if (i < kWordsOf<kElements>) words[j][i] = 0;
-      words[j][word_of<kElements>(i)] += static_cast<uint32_t>(index)
-                                         << shift_of<kElements>(i);
+      put_code<kElements>(words[j], i, index);
       // A level that cannot be moved has infinity as its other level. The cost
       // is then infinite or NaN.
       const float2 levels = load_shared_2(moves + index * kFoldBytes);
@@ -194,9 +192,7 @@ __device__ __forceinline__ void directed_codes(
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {
       const int index = rows[j].nearest(x[j][i], key.factor, scales[j]);
-      if (i < kWordsOf<kElements>) words[j][i] = 0;
-      words[j][word_of<kElements>(i)] += static_cast<uint32_t>(index)
-                                         << shift_of<kElements>(i);
+      put_code<kElements>(words[j], i, index);
       const float level = load_shared_2(moves + index * kFoldBytes).x;
       along +=
           along_of(x[j][i], __fmul_rn(level, scales[j]), direction.at(j, i));
@@ -217,9 +213,7 @@ __device__ __forceinline__ void value_codes(
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       const int index = rows.nearest(x[j][i], 1.0f, scales[j]);
-      if (i < kWordsOf<kElements>) words[j][i] = 0;
-      words[j][word_of<kElements>(i)] += static_cast<uint32_t>(index)
-                                         << shift_of<kElements>(i);
+      put_code<kElements>(words[j], i, index);
     }
   }
 }

@@ -75,7 +75,6 @@ __device__ __forceinline__ void move_codes(
   constexpr int kParts = kPartsOf<kElements>;
   constexpr int kNone = HEAD_SIZE;
   constexpr uint32_t kOutwards = sizeof(tables.moves[0]);
-  const float infinity = __uint_as_float(0x7F800000u);
   const int first =
       part_of_lane<kParts>() * NUM_GROUPS + group_of_lane<kParts>(0);
   const uint32_t moves = shared_address(tables.moves);
@@ -122,9 +121,9 @@ __device__ __forceinline__ void move_codes(
     if (is_chosen) apply_move<kGroups, kElements>(own, words);
     // The lane of the chosen code has what is left.
     const float rest =
-        reduce_vector<Least, kParts>(is_chosen ? own.rest : infinity, 1);
+        reduce_vector<Least, kParts>(is_chosen ? own.rest : INFINITY, 1);
     const float rest_along =
-        reduce_vector<Least, kParts>(is_chosen ? own.along : infinity, 0);
+        reduce_vector<Least, kParts>(is_chosen ? own.along : INFINITY, 0);
     key.rest = worth ? rest : key.rest;
     along = worth ? rest_along : along;
   }

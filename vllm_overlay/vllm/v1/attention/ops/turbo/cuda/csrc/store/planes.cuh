@@ -38,6 +38,15 @@ __device__ __forceinline__ constexpr int shift_of(int i) {
   return kElements == SCALE_GROUP ? i / 2 * 4 : i * 2 * kPartsOf<kElements>;
 }
 
+// Put the code of coordinate i into words that are zero. The first codes make
+// them so.
+template <int kElements>
+__device__ __forceinline__ void put_code(uint32_t (&words)[kWordsOf<kElements>],
+                                         int i, uint32_t code) {
+  if (i < kWordsOf<kElements>) words[i] = 0;
+  words[word_of<kElements>(i)] += code << shift_of<kElements>(i);
+}
+
 // Every other nibble of a word, rotated left by kRotation bits.
 template <int kRotation>
 __device__ __forceinline__ uint16_t half_of_word(uint32_t word, int parity) {

@@ -44,9 +44,7 @@ __device__ __forceinline__ void encode_vector(float (&x)[kGroups][kElements],
     largest[j] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      if (i < kWordsOf<kElements>) signs[j][i] = 0;
-      signs[j][word_of<kElements>(i)] += (__float_as_uint(x[j][i]) >> 31)
-                                         << shift_of<kElements>(i);
+      put_code<kElements>(signs[j], i, __float_as_uint(x[j][i]) >> 31);
       largest[j] = fmaxf(largest[j], fabsf(x[j][i]));
     }
     largest_of_all = fmaxf(largest_of_all, largest[j]);
