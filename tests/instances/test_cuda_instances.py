@@ -91,7 +91,7 @@ def test_all_modules(capability, part):
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_each_kernel_and_part_of_a_name_is_read(capability):
-    """Of each kernel as many dtypes, sizes and features as serving may ask for."""
+    """Every dtype, size and feature that serving may ask a kernel for is compiled."""
     served = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES).values()
     wanted = {(x.kernel, part) for x in served for part in parts_of(x)}
     found = {(x.kernel, part) for _, x in modules(capability) for part in parts_of(x)}
