@@ -28,7 +28,6 @@ DECODES = [
     "turbo4_sliding128",
     "turbo4[32,4,2,0,3]",
     "k4v3_window",
-    "turbo3_offset",
 ]
 
 

@@ -161,7 +161,7 @@ def test_prefill_in_chunks(store, layout):
     assert scene.step([1, 2, 1]) == [4, 4, 4]
 
 
-@stores_and_layouts([small(), small("turbo3", 192, 128)], LAYOUTS)
+@stores_and_layouts([small(), small("turbo4", 80, 64)], LAYOUTS)
 @model_dtypes
 @pytest.mark.parametrize("with_offset", [False, True], ids=["plain", "offset"])
 def test_rows_and_counts(store, layout, dtype, with_offset):
