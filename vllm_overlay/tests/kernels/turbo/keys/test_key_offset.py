@@ -279,7 +279,7 @@ def test_without_a_rotation_the_offset_is_the_bias():
 @pytest.mark.parametrize("scale", [0.125, math.pi])
 def test_scores_of_the_offset_join_the_lse(scale):
     """A request's scores are of the row of its last key."""
-    from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
+    from vllm.v1.attention.ops.turbo.triton.offset import add_offset_scores
 
     query = gaussian(2, 77, 6, HEAD_SIZE, dtype=BF16, seed=1)[1]
     table = 100 * gaussian(3, 3, HEAD_SIZE, seed=2)

@@ -17,6 +17,7 @@ from vllm.v1.attention.ops.turbo.triton import store as triton_store
 
 from ..backend_utils import (
     BLOCK_SIZE,
+    HEAD_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
     kernel_paths,
@@ -187,16 +188,18 @@ VARIED = {
     "ragged drafts": [(3, 31), (1, 0), (2, 95)],
     "prefix hits": [(5, 64), (9, 33), (4, 31)],
     "chunks": [(1, 9), (40, 64), (33, 0), (20, 0)],
+    "a chunk": [(64, 64)],
 }
 
 
 @kernel_paths
+@pytest.mark.parametrize("with_means", [False, True])
 @pytest.mark.parametrize(
     "cache_dtype, block_size, mode",
     [("turbo3", 48, "raw"), ("turbo4", 64, "raw"), ("turbo4", 48, "stored")],
 )
 def test_serving_compiles_nothing(
-    folder, profiled, path, cache_dtype, block_size, mode, monkeypatch
+    folder, profiled, path, cache_dtype, block_size, mode, with_means, monkeypatch
 ):
     """Serving compiles no variant, for any lengths, widths of the block table and block
     sizes. The profile run may know another block size.
@@ -208,7 +211,13 @@ def test_serving_compiles_nothing(
     if block_size == 64:
         # A block has whole steps of the decode kernel; the other block size cuts them.
         config.cache_config.block_size = 128
-    impl = make_impl(with_drafts(config, 2), path=path)
+    offset = direction = None
+    if with_means:
+        offset = torch.ones(3, NUM_KV_HEADS, HEAD_SIZE, device=DEVICE)
+        direction = offset.half()
+    impl = make_impl(
+        with_drafts(config, 2), path=path, key_offset=offset, query_direction=direction
+    )
     run_profile(impl)
     warm = variants()
     assert warm

@@ -69,7 +69,7 @@ class PrefillCall(NamedTuple):
             keys: Lengths of the runs of keys.
 
         """
-        from vllm.v1.attention.ops.turbo.triton.prefill import add_offset_scores
+        from vllm.v1.attention.ops.turbo.triton.offset import add_offset_scores
 
         if self.scoring.key_offset is not None:
             offset = OffsetScores(

@@ -196,10 +196,12 @@ def _run_store(
     offset = direction = None
     scoring = runner.scoring
     bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    # Triton compiles a kernel again for a slice, which serving does not pass.
+    lens = bounds[1:].clone()
     if scoring.key_offset is not None:
-        offset = KeyOffset(scoring.key_offset, bounds[1:], bounds)
+        offset = KeyOffset(scoring.key_offset, lens, bounds)
     if runner.query_direction is not None:
-        direction = QueryDirection(runner.query_direction, bounds[1:], bounds)
+        direction = QueryDirection(runner.query_direction, lens, bounds)
     rotated = RotatedQuery(
         query.view(torch.float16), torch.empty(0, num_heads, device=device)
     )
