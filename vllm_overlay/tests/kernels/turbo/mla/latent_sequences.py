@@ -121,6 +121,7 @@ class Latents:
         query: (T, Hq, L), a view with gaps between heads.
         query_rope: (T, Hq, R), such a view; None if the layout has no rotary keys.
         rotated_mean: (L,) fp32, added to outputs; None at first.
+        is_sparse: Whether ``table`` has slots of tokens.
 
     """
 
@@ -150,6 +151,20 @@ class Latents:
             rope = gaussian(self.starts[-1], num_heads, 192, dtype=dtype, seed=8)
             self.query_rope = rope[..., -layout.rope :]
         self.rotated_mean: torch.Tensor | None = None
+        self.is_sparse = False
+
+    def choose(self, counts: list[int]) -> None:
+        """Attend to that many tokens of each sequence, in any order, some of them
+        twice. Places past a count have slots that no cache has.
+        """
+        table = torch.full((len(counts), max(counts) + 5), -1, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(9)
+        for row, (count, length) in enumerate(zip(counts, self.seq_lens)):
+            own = torch.randint(max(length, 1), (count,), generator=generator)
+            slots = slots_of(self.table[row], 0, length, self.block_size)
+            table[row, :count] = slots.cpu()[own]
+        self.table, self.seq_lens = table.to(DEVICE), counts
+        self.is_sparse = True
 
     def call(self, dtype: torch.dtype, scale: float = SCALE) -> LatentCall:
         """A call with NaN in the outputs."""
@@ -163,7 +178,9 @@ class Latents:
         lse = torch.full(self.query.shape[:2], math.nan, device=DEVICE)
         pages = self.cache, self.layout, batch
         query = self.query, self.query_rope
-        return LatentCall(*pages, scale, output, lse, *query, self.rotated_mean)
+        return LatentCall(
+            *pages, scale, output, lse, *query, self.rotated_mean, self.is_sparse
+        )
 
     def attend(
         self,
@@ -185,7 +202,10 @@ class Latents:
 
     def load(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A sequence's latents, (S, L), and whole keys, (S, L + R)."""
-        slots = slots_of(self.table[row], 0, self.seq_lens[row], self.block_size)
+        length = self.seq_lens[row]
+        slots = self.table[row, :length]
+        if not self.is_sparse:
+            slots = slots_of(self.table[row], 0, length, self.block_size)
         latent, rope = latent_reference.load(self.cache, slots, self.layout)
         return latent, torch.cat([latent, rope], -1)
 

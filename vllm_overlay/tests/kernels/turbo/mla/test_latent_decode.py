@@ -24,6 +24,7 @@ from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernel
 
 from ..attention_utils import assert_within
 from ..kernel_under_test import Kernel
+from ..sequences import layout_id
 from ..utils import (
     BF16,
     DEVICE,
@@ -31,6 +32,7 @@ from ..utils import (
     ON_GPU,
     model_dtypes,
     requires_triton,
+    slots_of,
     spread_pages,
 )
 from .latent_sequences import (
@@ -62,6 +64,7 @@ PAIRS = by_plan(Plan(8, 2, 0, teams=2, tiles=2, held=1, is_bulk=False))
 MANY = [4, 1, 3, 2, 4, 1, 1, 1]
 SMALL = LatentFormat.from_cache_dtype("turbo4", 320)
 LARGE = LatentFormat.from_cache_dtype("turbo4", 576)
+THREE_BITS = [LatentFormat.from_cache_dtype("turbo3", 576)]
 
 
 @kernels_and_layouts(*LATENT_SIZES)
@@ -154,6 +157,32 @@ def test_splits(kernel, num_splits):
     else:
         batch = Latents(SMALL, [1, 80], [1, 1], 4, FP16)
     batch.check(kernel, num_splits)
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("layout", [SMALL, LARGE, *THREE_BITS], ids=layout_id)
+@requires_triton
+def test_tokens_of_a_list(layout, num_splits, block_size):
+    """Each query token attends to tokens of its own list."""
+    batch = Latents(layout, [1, 70, 64, 40, 9], None, 20, block_size=block_size)
+    batch.choose([3, 33, 70, 0, 1])
+    output, lse = batch.check(TRITON, num_splits)
+    assert (output[3] == 0).all() and (lse[3] == -math.inf).all()
+
+
+@requires_triton
+def test_a_list_of_all_tokens_is_the_sequence():
+    batch = Latents(LARGE, [70, 33], None, 4, FP16)
+    whole = batch.attend(TRITON)
+    slots = [
+        slots_of(table, 0, 70, batch.block_size)
+        for table in (batch.table[0], batch.table[0])
+    ]
+    batch.table = torch.stack(slots).int()
+    batch.is_sparse, batch.seq_lens = True, [70, 33]
+    for one, other in zip(batch.attend(TRITON), whole):
+        assert torch.equal(one[0], other[0])
 
 
 @kernels

@@ -70,6 +70,9 @@ class LatentCall(NamedTuple):
         query_rope: (T, Hq, R) of the same dtype, last axis contiguous; None if R is 0.
         rotated_mean: (L,) fp32, contiguous, the rotated mean of ``LatentStoreCall``,
             added to outputs; None for none.
+        is_sparse: Whether ``batch.block_table`` has slots of tokens in any order, not
+            blocks: (>= B, K) int32. ``batch.seq_lens`` counts them, and a sequence has
+            one query token, which sees all of them.
 
     """
 
@@ -82,6 +85,7 @@ class LatentCall(NamedTuple):
     query: torch.Tensor
     query_rope: torch.Tensor | None = None
     rotated_mean: torch.Tensor | None = None
+    is_sparse: bool = False
 
     def check(self, partials: Partials) -> int:
         """Assert the shapes and dtypes of the call and its scratch.
@@ -97,6 +101,7 @@ class LatentCall(NamedTuple):
         num_tokens, num_heads, rank = query.shape
         assert rank == layout.rank, (query.shape, layout)
         self.batch.check(num_tokens)
+        assert not self.is_sparse or self.batch.query_len == 1, self.batch
         assert output.shape == query.shape, (output.shape, query.shape)
         assert lse.shape == (num_tokens, num_heads) and lse.dtype == torch.float32
         tensors = [query, output, lse]

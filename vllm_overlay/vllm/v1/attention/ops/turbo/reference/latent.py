@@ -229,9 +229,12 @@ def decode_attention(call: LatentCall, partials: Partials | None = None) -> None
         begin = max(begin, end - seq_len)
         if begin >= end:
             continue
-        positions = torch.arange(seq_len, device=kv_cache.device)
-        blocks = batch.block_table[row, positions // block_size].long()
-        slots = blocks * block_size + positions % block_size
+        if call.is_sparse:
+            slots = batch.block_table[row, :seq_len].long()
+        else:
+            positions = torch.arange(seq_len, device=kv_cache.device)
+            blocks = batch.block_table[row, positions // block_size].long()
+            slots = blocks * block_size + positions % block_size
         latent, rope = load(kv_cache, slots, call.layout)
         queries = call.query[begin:end].float()
         if call.query_rope is not None:

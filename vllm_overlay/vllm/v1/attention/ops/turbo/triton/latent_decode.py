@@ -197,6 +197,7 @@ def decode_attention(
         NUM_STAGES=tuning.num_stages,
         MULTIPLE=batch.query_len > 1,
         UNIFORM=start_loc is None,
+        SPARSE=call.is_sparse,
         num_warps=tuning.num_warps,
     )
     _merge_latent_kernel[(num_rows, batch.num_seqs)](

@@ -160,7 +160,7 @@ def decode_latent_kernel(
     query_ptr,  # [T, Hq, L]
     query_rope_ptr,  # [T, Hq, R], or None
     kv_cache_ptr,  # [num_blocks, N, C] uint8
-    block_table_ptr,  # [B, max_blocks]
+    block_table_ptr,  # [B, max_blocks], or [B, K] slots if SPARSE
     seq_lens_ptr,  # [B]
     query_start_loc_ptr,  # [B + 1]
     partials,  # ``Partials``, base 2: [B, S, Q, Hq, L] and [B, S, Q, Hq] fp32
@@ -180,6 +180,7 @@ def decode_latent_kernel(
     NUM_STAGES: tl.constexpr,
     MULTIPLE: tl.constexpr,
     UNIFORM: tl.constexpr,
+    SPARSE: tl.constexpr,
 ):
     """Program (h, b, s): rows [h * BLOCK_H, ...) of sequence b, split s.
 
@@ -232,10 +233,14 @@ def decode_latent_kernel(
         o_n = start + tl.arange(0, BLOCK_N)
         # Past the end the last token is repeated, because recycled pages may hold NaN.
         own = tl.minimum(o_n, last - 1)
-        place, tile = divide_by_block(
+        if SPARSE:
+            own = tl.load(table_ptr + own)
+        block, tile = divide_by_block(
             own // TILE, tiles_per_block, block_shift, block_multiplier
         )
-        block = tl.load(table_ptr + place).to(tl.int64)
+        if not SPARSE:
+            block = tl.load(table_ptr + block)
+        block = block.to(tl.int64)
         tile_ptr = kv_cache_ptr + block * stride_cache_block + tile * LAYOUT.tile_bytes
         b_score, b_latent = _scores(b_query, b_rope, tile_ptr, own % TILE, LAYOUT)
         b_score = b_score * factor[:, None]
