@@ -253,8 +253,19 @@ class MLABatch:
             seen.append(vectors)
         return self.attend(seen)
 
-    def attend(self, seen: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """The output in fp32, (T, Hq, V), from latents and rotary keys by request."""
+    def attend(
+        self,
+        seen: list[tuple[torch.Tensor, ...]],
+        lists: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output in fp32, (T, Hq, V).
+
+        Args:
+            seen: Latents and rotary keys by request.
+            lists: (T, K), the positions that query tokens see, -1 for none; None for
+                all up to their own.
+
+        """
         weight = self.layer.kv_b_proj.weight.float()
         weight = weight.view(NUM_HEADS, NOPE + V_SIZE, -1)
         outputs, begin = [], 0
@@ -265,7 +276,11 @@ class MLABatch:
             query = self.query[begin : begin + query_len].float().transpose(0, 1)
             scores = query @ key.transpose(1, 2) * self.layer.scale
             hidden = torch.ones(query_len, query_len + context, dtype=torch.bool)
-            scores.masked_fill_(hidden.triu(context + 1).to(scores.device), -torch.inf)
+            hidden.triu_(context + 1)
+            if lists is not None:
+                own = lists[begin : begin + query_len, :, None]
+                hidden = (own != torch.arange(query_len + context)).all(1)
+            scores.masked_fill_(hidden.to(scores.device), -torch.inf)
             outputs.append((scores.softmax(-1) @ value).transpose(0, 1))
             begin += query_len
         return torch.cat(outputs)

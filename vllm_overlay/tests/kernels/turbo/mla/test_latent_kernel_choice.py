@@ -109,17 +109,28 @@ def test_triton_serves_where_cuda_cannot(hopper, monkeypatch, capability, words)
 
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
-def test_triton_decodes_pages_that_cuda_stores(hopper, choice):
-    """CUDA has no decode kernel for codes of three bits."""
-    layout = LatentFormat.from_cache_dtype("turbo3", 576)
-    chosen = choose.share_kernels(choice, LatentSource(layout, 16, 1)).kernels
-    assert chosen.name == CUDA and "Triton's decode turbo3" in chosen.reason
+@pytest.mark.parametrize(
+    "name, is_sparse, what", [("turbo3", False, "turbo3"), ("turbo4", True, "lists of")]
+)
+def test_triton_decodes_pages_that_cuda_stores(hopper, choice, name, is_sparse, what):
+    """CUDA has no decode kernel for codes of three bits, nor for lists of tokens."""
+    layout = LatentFormat.from_cache_dtype(name, 576)
+    source = LatentSource(layout, 16, 1, is_sparse)
+    chosen = choose.share_kernels(choice, source).kernels
+    assert chosen.name == CUDA and f"Triton's decode {what}" in chosen.reason
     assert chosen.store is latent_store.store and chosen.gather is latent_gather.gather
     triton = TritonLatentKernels()
     assert chosen.decode_attention is triton.decode_attention
     assert chosen.num_decode_splits is triton.num_decode_splits
+
+
+def test_what_no_cuda_kernel_decodes_is_not_built(monkeypatch):
+    layout = LatentFormat.from_cache_dtype("turbo3", 576)
     with pytest.raises(RuntimeError, match="turbo3 has no CUDA decode kernel"):
         LATENT_DECODE.module(layout, plans_of(90)[0])
+    monkeypatch.setattr(cuda_family, "modules_for", lambda families, *_: families)
+    families = LatentSource(LAYOUT, 16, 1, is_sparse=True).modules()
+    assert {*LATENT_FAMILIES} - {*families} == {LATENT_DECODE}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])

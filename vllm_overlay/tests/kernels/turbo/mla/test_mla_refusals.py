@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config.attention import HiSparseConfig
 from vllm.config.vllm import enable_rope_kvcache_mla_fusion
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
@@ -66,7 +67,6 @@ SELECTIONS = {
     "head size 192": (dict(head_size=192), "head_size 192 .supported: 320, 512, 576"),
     "head size 640": (dict(head_size=640), "head_size 640"),
     "block size 24": (dict(block_size=24), "block_size 24 .supported: multiples of 16"),
-    "sparse": (dict(use_sparse=True), "sparse"),
     "non-causal": (dict(use_non_causal=True), "non-causal"),
     "batch invariance": (dict(use_batch_invariant=True), "batch invariance"),
     "PCP": (dict(use_pcp=True), "--prefill-context-parallel-size"),
@@ -83,9 +83,12 @@ SELECTIONS = {
 @pytest.mark.parametrize("name", ["turbo4", "turbo3"])
 def test_selection(name):
     assert select(name=name, **MLA).endswith("turbo_mla.TurboMLABackend")
+    sparse = dict(use_sparse=True)
+    assert select(name=name, **MLA, **sparse).endswith(".TurboMLASparseBackend")
     for changes, feature in SELECTIONS.values():
-        with refused(feature, name):
-            select(name=name, **(MLA | changes))
+        for kind in ({}, sparse):
+            with refused(feature, name):
+                select(name=name, **(MLA | changes | kind))
 
 
 def test_one_vector_has_one_width():
@@ -100,6 +103,7 @@ OTHER_BACKENDS = {
     "FLASHMLA": (MLA, "TURBO_MLA"),
     "TURBO": (MLA, "TURBO_MLA"),
     "TURBO_MLA": ({}, "TURBO"),
+    "FLASHMLA_SPARSE": (MLA | dict(use_sparse=True), "TURBO_MLA_SPARSE"),
 }
 
 
@@ -158,6 +162,18 @@ SETTINGS: dict[str, tuple[Callable[[VllmConfig], VllmConfig], str]] = {
     "sinks": (
         setting("model_config.hf_text_config", learnable_sink=True),
         "attention sinks of MLA",
+    ),
+    "windows": (
+        setting("model_config.hf_text_config", swa_kv_lora_rank=1024),
+        "sliding window of MLA",
+    ),
+    "pooled indexer": (
+        setting("model_config.hf_text_config", index_kpool=4),
+        "sparse MLA whose indexer pools tokens",
+    ),
+    "HiSparse": (
+        setting("attention_config", hisparse_config=HiSparseConfig()),
+        "leave out --attention-config.hisparse_config",
     ),
     "DSpark": (partial(speculative_config, method="dspark"), "method dspark"),
     "DFlash": (partial(speculative_config, method="dflash"), "method dflash"),

@@ -33,7 +33,7 @@ CASES: dict[Reason, str] = {
     reasons.MM_PREFIX_OF_ADAPTIVE_VERIFICATION: (
         "image tokens that see each other, beside a drafter with adaptive verification"
     ),
-    reasons.SPARSE: "sparse attention",
+    reasons.SPARSE: "sparse attention of layers with K and V",
     reasons.COMPUTE_CAPABILITY: "NVIDIA GPUs before Ampere",
     reasons.ATTENTION_TYPE: "encoders and cross attention",
     reasons.SLIDING_WINDOW_OF_LARGE_HEADS: (
@@ -116,10 +116,16 @@ CASES: dict[Reason, str] = {
     reasons.ONE_VECTOR: "`k4v3`, which gives K and V different widths",
     reasons.LATENT_SIZE: "latents of other sizes",
     reasons.MLA_MM_PREFIX: "image tokens that see each other, in layers with latents",
-    reasons.MLA_SLIDING_WINDOW: "layers with latents and a sliding window",
+    reasons.MLA_SLIDING_WINDOW: (
+        "layers with latents and a sliding window, such as dots3-note's"
+    ),
     reasons.MLA_SINKS: (
         "Hy4's sinks. vLLM ignores sinks where no backend supports them"
     ),
+    reasons.MLA_POOLED_INDEXER: (
+        "GLM-5.3-Flash, whose indexer lists pools of tokens and the rest of a pool"
+    ),
+    reasons.MLA_HISPARSE: "latents in the host's memory, which HiSparse copies",
     reasons.MLA_SKIPPED_LAYERS: (
         "layers with latents in the model's dtype, beside packed ones"
     ),
@@ -199,7 +205,7 @@ These hold for multi-head latent attention, beside those above.
 {refused_with_mla}
 
 Attention layers of a model's own class are refused as
-`layer <name> of <model> (<kind>, TURBO_MLA)`. Kimi-Linear and Kimi K3 are examples:
+`layer <name> of <model> (<kind>, <backend>)`. Kimi-Linear and Kimi K3 are examples:
 their `MultiHeadLatentAttention` stores latents with a kernel of its own.
 
 ## No recent window
@@ -232,7 +238,8 @@ With `--attention-config.turbo_kernel cuda` the engine does not start instead.
 
 ## KV connectors
 
-"By its source" means that the connector's code was read and nothing was run. The engine
+With sparse MLA only OffloadingConnector is served, also within MultiConnector. "By its
+source" means that the connector's code was read and nothing was run. The engine
 warns when it starts with a connector that is neither in this table nor vLLM's.
 
 {connectors}

@@ -30,6 +30,7 @@ from vllm.v1.attention.ops.turbo.serving.connectors import (
     CANONICAL_MLA,
     CONNECTORS,
     UNKNOWN_WITH_MLA,
+    UNKNOWN_WITH_SPARSE_MLA,
     State,
 )
 
@@ -110,7 +111,7 @@ def test_advice_for_a_tail_exists(reason: str):
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_advice_for_a_connector_exists(name: str):
     verdict = CONNECTORS[name]
-    whys = [UNKNOWN_WITH_MLA, CANONICAL_MLA]
+    whys = [UNKNOWN_WITH_MLA, UNKNOWN_WITH_SPARSE_MLA, CANONICAL_MLA]
     whys += [verdict.reason] * (verdict.state is State.REFUSED)
     way_out = r": (?:use (\w+)|leave it out|leave out canonical_layout)$"
     for why in whys:

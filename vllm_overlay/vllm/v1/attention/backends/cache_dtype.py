@@ -100,10 +100,12 @@ class CacheDTypeBackend(AttentionBackend):
 
 
 def own_backend(
-    kv_cache_dtype: str | None, use_mla: bool = False
+    kv_cache_dtype: str | None, use_mla: bool = False, use_sparse: bool = False
 ) -> AttentionBackendEnum | None:
     """The backend that alone reads a cache dtype; None if there is no such backend."""
     if kv_cache_dtype and get_kv_quant_mode(kv_cache_dtype).is_turbo:
+        if use_mla and use_sparse:
+            return AttentionBackendEnum.TURBO_MLA_SPARSE
         return AttentionBackendEnum.TURBO_MLA if use_mla else AttentionBackendEnum.TURBO
     return None
 
@@ -143,7 +145,7 @@ def select_own_backend(
         ValueError: If the backend does not serve the layer, or another is asked for.
 
     """
-    own = own_backend(config.kv_cache_dtype, config.use_mla)
+    own = own_backend(config.kv_cache_dtype, config.use_mla, config.use_sparse)
     if own is None:
         return None
     # Imported here, because platforms import the registry.

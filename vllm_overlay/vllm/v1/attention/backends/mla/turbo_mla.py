@@ -9,7 +9,7 @@ format and the kernels are in ``vllm/v1/attention/ops/turbo``.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -17,7 +17,9 @@ from vllm.config import get_current_vllm_config
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
+    MLACommonBaseImpl,
     MLACommonImpl,
+    MLACommonMetadata,
     MLACommonMetadataBuilder,
     MLACommonPrefillMetadata,
 )
@@ -43,6 +45,8 @@ from vllm.v1.attention.ops.turbo.serving.backend import TurboPagesBackend
 from vllm.v1.attention.ops.turbo.serving.connectors import unsupported_connectors
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.worker.workspace import is_workspace_manager_initialized
+
+T = TypeVar("T", bound=MLACommonMetadata)
 
 
 class TurboMLABackend(TurboPagesBackend, MLACommonBackend):
@@ -93,14 +97,18 @@ class TurboMLABackend(TurboPagesBackend, MLACommonBackend):
         return replace(spec, state_content_bytes=layout.slot_size)
 
 
-class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
-    """Stores latents and rotary keys, and attends to them.
+class TurboLatentImpl(MLACommonBaseImpl[T]):
+    """Stores latents and rotary keys, and dequantises contexts.
+
+    It is the common part of dense and sparse MLA.
 
     Attributes:
+        own_arguments: Names of arguments that are served, beside the base class's.
         runner: The layer's kernels.
 
     """
 
+    own_arguments: ClassVar[frozenset[str]] = refusals.MLA_ARGUMENTS
     gathers_context: ClassVar[bool] = True
     can_return_lse_for_decode: bool = True
     supports_pcp: bool = False
@@ -129,7 +137,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }
-        own = refusals.MLA_ARGUMENTS
+        own = self.own_arguments
         arguments |= {name: x for name, x in mla_args.items() if name not in own}
         found = refusals.unsupported_layer_arguments(attn_type, arguments)
         if sliding_window is not None:
@@ -139,7 +147,8 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         found += refusals.unsupported_mla_sizes(kv_lora_rank, qk_rope_head_dim)
         found += refusals.unsupported_settings(vllm_config)
         found += refusals.unsupported_mla_settings(vllm_config)
-        found += unsupported_connectors(vllm_config.kv_transfer_config, True)
+        transfer = vllm_config.kv_transfer_config
+        found += unsupported_connectors(transfer, True, self.is_sparse)
         if found:
             raise ValueError(refusals.refusal(kv_cache_dtype, found))
         window = vllm_config.attention_config.turbo_window
@@ -169,6 +178,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
             self.scale,
             LatentFormat.from_cache_dtype(kv_cache_dtype, head_size),
             vllm_config,
+            self.is_sparse,
         )
         if current_platform.is_cpu():
             if self.runner.kernel_choice == "cuda":
@@ -203,18 +213,25 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         """Take the memory of the largest step, and run its kernels once."""
         runner = self.runner
         device = next(self.kv_b_proj.parameters()).device
-        # Memory of queries and outputs in the latent's coordinates. The projections of
-        # prefills, which vLLM's profile run measures, are not there at the same time.
-        num_rows = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(
-            self.vllm_config
-        )
-        projected = num_rows * (self.qk_nope_head_dim + self.v_head_dim)
-        absorbed = 2 * runner.max_absorbed_tokens * self.kv_lora_rank
-        more = max(0, absorbed - projected), self.num_heads
+        more = self._unmeasured_size(), self.num_heads
         _ = torch.empty(more, dtype=runner.shape.dtype, device=device)
         if is_workspace_manager_initialized():
             runner.reserve(device)
             warm_up(runner, device, run_kernels)
+
+    @property
+    def _absorbed_size(self) -> int:
+        """Numbers of a head's queries and outputs in the latent's coordinates."""
+        return 2 * self.runner.max_absorbed_tokens * self.kv_lora_rank
+
+    def _unmeasured_size(self) -> int:
+        """Numbers of a head that vLLM's profile run does not measure."""
+        # It measures the projections of prefills, which are not there at the same time.
+        num_rows = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(
+            self.vllm_config
+        )
+        projected = num_rows * (self.qk_nope_head_dim + self.v_head_dim)
+        return max(0, self._absorbed_size - projected)
 
     def do_kv_cache_update(
         self,
@@ -243,6 +260,37 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         slots = slot_mapping.flatten()
         self.runner.store(kv_cache, slots, kv_c_normed, k_pe.squeeze(1))
 
+    def gather_context(
+        self,
+        kv_cache: torch.Tensor,
+        workspace: torch.Tensor,
+        block_table: torch.Tensor,
+        chunk: MLACommonPrefillMetadata.ContextChunk,
+    ) -> None:
+        call = GatherCall(
+            kv_cache.view(torch.uint8),
+            workspace,
+            block_table,
+            self.runner.layout,
+            chunk.cu_seq_lens,
+            chunk.token_to_seq,
+            chunk.num_context_tokens,
+            chunk.starts,
+        )
+        self.runner.gather(call)
+
+    def split_query(
+        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries for rotated latents, and rotary queries, which may be joined."""
+        if isinstance(q, tuple):
+            return q
+        return q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
+
+
+class TurboMLAImpl(TurboLatentImpl[TurboMLAMetadata], MLACommonImpl[TurboMLAMetadata]):
+    """Stores latents and rotary keys, and attends to them."""
+
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -266,10 +314,7 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         """
         decode = attn_metadata.decode
         assert decode is not None
-        if isinstance(q, torch.Tensor):
-            rank = self.kv_lora_rank
-            q = q[..., :rank], q[..., rank:]
-        query, rope = q
+        query, rope = self.split_query(q)
         plan = decode.plans[self.runner.shape]
         make = torch.empty_like if plan.writes_all else torch.zeros_like
         output = make(query, memory_format=torch.contiguous_format)
@@ -277,25 +322,6 @@ class TurboMLAImpl(MLACommonImpl[TurboMLAMetadata]):
         cache = kv_c_and_k_pe_cache.view(torch.uint8)
         self.runner.decode(query, rope, cache, plan, output, lse)
         return output, lse
-
-    def gather_context(
-        self,
-        kv_cache: torch.Tensor,
-        workspace: torch.Tensor,
-        block_table: torch.Tensor,
-        chunk: MLACommonPrefillMetadata.ContextChunk,
-    ) -> None:
-        call = GatherCall(
-            kv_cache.view(torch.uint8),
-            workspace,
-            block_table,
-            self.runner.layout,
-            chunk.cu_seq_lens,
-            chunk.token_to_seq,
-            chunk.num_context_tokens,
-            chunk.starts,
-        )
-        self.runner.gather(call)
 
     def forward_mha(  # type: ignore[override]
         self,

@@ -194,6 +194,10 @@ LATENT_SIZE = Reason(
 MLA_MM_PREFIX = Reason(f"{MM_PREFIX} of MLA", instead=TEXT_ALONE, is_partial=True)
 MLA_SLIDING_WINDOW = Reason("sliding window of MLA")
 MLA_SINKS = Reason("attention sinks of MLA")
+MLA_POOLED_INDEXER = Reason("sparse MLA whose indexer pools tokens")
+MLA_HISPARSE = Reason(
+    "sparse MLA with HiSparse", instead="leave out --attention-config.hisparse_config"
+)
 MLA_SKIPPED_LAYERS = Reason(
     "MLA with --kv-cache-dtype-skip-layers <layers>", instead="leave out the flag"
 )
@@ -269,6 +273,8 @@ MLA_REASONS = (
     MLA_MM_PREFIX,
     MLA_SLIDING_WINDOW,
     MLA_SINKS,
+    MLA_POOLED_INDEXER,
+    MLA_HISPARSE,
     MLA_SKIPPED_LAYERS,
     MLA_QUANTIZED_QUERIES,
     MLA_FUSED_UPDATE,

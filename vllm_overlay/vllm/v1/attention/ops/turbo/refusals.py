@@ -64,6 +64,12 @@ SPEC_FEATURES: dict[Reason, Callable[[AttentionSpec], bool]] = {
 MLA_ARGUMENTS = frozenset(
     ("q_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj")
 )
+# The arguments that every sparse MLA layer has.
+SPARSE_MLA_ARGUMENTS = MLA_ARGUMENTS | {
+    "indexer",
+    "topk_indices_buffer",
+    "index_group_builder",
+}
 MLA_TAIL = "MLA reads the newest tokens as they are stored"
 
 # Refused settings of an engine with MLA, by reason.
@@ -90,6 +96,18 @@ MLA_SETTINGS: dict[Reason, Callable[[VllmConfig], bool]] = {
         lambda config: bool(
             getattr(config.model_config.hf_text_config, "learnable_sink", False)
         )
+    ),
+    # The sizes of latents of layers that have a sliding window.
+    reasons.MLA_SLIDING_WINDOW: (
+        lambda config: hasattr(config.model_config.hf_text_config, "swa_kv_lora_rank")
+    ),
+    reasons.MLA_POOLED_INDEXER: (
+        lambda config: (
+            (getattr(config.model_config.hf_text_config, "index_kpool", None) or 1) > 1
+        )
+    ),
+    reasons.MLA_HISPARSE: (
+        lambda config: config.attention_config.hisparse_config is not None
     ),
     reasons.MLA_ADAPTIVE_VERIFICATION: (
         lambda config: (
@@ -369,6 +387,9 @@ def unsupported_mla_settings(vllm_config: VllmConfig) -> list[Reason]:
     ]
 
 
-def unsupported_mla_spec(spec: AttentionSpec) -> list[Reason]:
+def unsupported_mla_spec(
+    spec: AttentionSpec, serves_sparse: bool = False
+) -> list[Reason]:
     """Reasons against an MLA layer's cache spec."""
-    return _unsupported_spec(spec, (MLAAttentionSpec,), MLA_SPEC_FEATURES)
+    found = _unsupported_spec(spec, (MLAAttentionSpec,), MLA_SPEC_FEATURES)
+    return [x for x in found if not (serves_sparse and x == reasons.SPARSE)]

@@ -22,12 +22,14 @@ class LatentSource(KernelSource[LatentKernels]):
         layout: The cache's format.
         num_heads: Query heads.
         max_query_len: The most query tokens of a request that attends to packed pages.
+        is_sparse: Whether query tokens attend to lists of tokens.
 
     """
 
     layout: LatentFormat
     num_heads: int
     max_query_len: int
+    is_sparse: bool = False
 
     def unsupported_reason(self) -> str | None:
         capability = current_capability() if current_platform.is_cuda() else None
@@ -39,20 +41,25 @@ class LatentSource(KernelSource[LatentKernels]):
 
     def modules(self) -> list["ServingModule"]:
         from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
+        from vllm.v1.attention.ops.turbo.cuda.latent_decode import LATENT_DECODE
         from vllm.v1.attention.ops.turbo.cuda.latent_modules import LATENT_FAMILIES
 
+        families = LATENT_FAMILIES
+        if self.is_sparse:
+            families = tuple(each for each in families if each is not LATENT_DECODE)
         demand = Demand(self.num_heads, self.max_query_len)
-        return modules_for(LATENT_FAMILIES, self.layout, demand)
+        return modules_for(families, self.layout, demand)
 
     def cuda(self, reason: str) -> LatentKernels:
-        """CUDA's kernels; Triton's kernel decodes the layouts that CUDA's does not."""
+        """CUDA's kernels; Triton's attends to lists, and decodes some layouts."""
         from vllm.v1.attention.ops.turbo.cuda import latent_decode
         from vllm.v1.attention.ops.turbo.cuda.latent_kernels import CudaLatentKernels
 
-        if latent_decode.serves(self.layout):
+        if latent_decode.serves(self.layout) and not self.is_sparse:
             return CudaLatentKernels(reason)
         triton = self.triton(reason)
-        reason = f"{reason}; Triton's decode {self.layout.name}"
+        what = "lists of tokens" if self.is_sparse else self.layout.name
+        reason = f"{reason}; Triton's decode {what}"
         return CudaLatentKernels(reason)._replace(
             decode_attention=triton.decode_attention,
             num_decode_splits=triton.num_decode_splits,

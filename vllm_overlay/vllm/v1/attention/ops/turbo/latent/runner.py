@@ -10,6 +10,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.attention.ops.turbo.interface import (
     MAX_KV_SPLITS,
+    DecodeBatch,
     Partials,
     TensorSpecs,
 )
@@ -122,6 +123,7 @@ class LatentRunner(Runner[LatentKernels]):
         scale: Softmax scale.
         layout: The cache's format.
         decode_len: The most query tokens of a decode request.
+        is_sparse: Whether query tokens attend to lists of tokens.
         max_query_len: The most query tokens of a request that attends to packed pages.
         mean: The mean that latents lose when they are stored; None for none.
 
@@ -133,10 +135,12 @@ class LatentRunner(Runner[LatentKernels]):
         scale: float,
         layout: LatentFormat,
         vllm_config: VllmConfig,
+        is_sparse: bool = False,
     ) -> None:
         super().__init__(shape, vllm_config)
         self.scale = scale
         self.layout = layout
+        self.is_sparse = is_sparse
         self.decode_len = decode_query_len(vllm_config)
         self.max_query_len = absorbed_query_len(vllm_config)
         self.mean: LatentMean | None = None
@@ -166,7 +170,8 @@ class LatentRunner(Runner[LatentKernels]):
 
     @property
     def source(self) -> LatentSource:
-        return LatentSource(self.layout, self.shape.num_heads, self.max_query_len)
+        heads = self.shape.num_heads
+        return LatentSource(self.layout, heads, self.max_query_len, self.is_sparse)
 
     @property
     def launch_key(self) -> tuple[object, ...]:
@@ -176,6 +181,7 @@ class LatentRunner(Runner[LatentKernels]):
             self.kernel_choice,
             self.decode_len,
             self.max_query_len,
+            self.is_sparse,
             self.max_num_tokens,
             self.mean is not None,
         )
@@ -233,6 +239,51 @@ class LatentRunner(Runner[LatentKernels]):
             partials = Partials(*(tensor[:count] for tensor in scratch))
             self.entry_points.decode_attention(call, partials)
 
+    def attend_to_lists(
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attend from each query token to tokens of its own: see ``LatentCall``.
+
+        Args:
+            query: (T, Hq, L).
+            query_rope: (T, Hq, R).
+            kv_cache: (num_blocks, N, C) uint8.
+            slots: (T, K) int32, the tokens' slots.
+            counts: (T,) int32, how many each query token has.
+            output: (T, Hq, L), written.
+            lse: (T, Hq) fp32, written.
+
+        """
+        num_tokens = query.shape[0]
+        once = max(1, min(num_tokens, self.max_partials))
+        splits = self.num_splits(once, 1, self.num_sms)
+        splits = min(splits, self.max_partials // once)
+        scratch = take_scratch(self.partials_specs(once * splits), query.device)
+        for begin in range(0, num_tokens, once):
+            own = slice(begin, begin + once)
+            count = counts[own].shape[0]
+            partials = Partials(*(tensor[: count * splits] for tensor in scratch))
+            call = LatentCall(
+                kv_cache,
+                self.layout,
+                DecodeBatch(count, slots[own], counts[own]),
+                self.scale,
+                output[own],
+                lse[own],
+                query[own],
+                query_rope[own] if self.layout.rope else None,
+                None if self.mean is None else self.mean.rotated,
+                is_sparse=True,
+            )
+            self.entry_points.decode_attention(call, partials)
+
     def store(
         self,
         kv_cache: torch.Tensor,
@@ -276,6 +327,8 @@ class LatentRunner(Runner[LatentKernels]):
     @property
     def max_absorbed_tokens(self) -> int:
         """The most query tokens of a step that attend to packed pages."""
+        if self.is_sparse:
+            return self.max_num_tokens
         return min(self.max_num_tokens, self.max_num_seqs * self.max_query_len)
 
     def largest_scratch(self) -> list[TensorSpecs]:

@@ -44,16 +44,17 @@ def _run_attention(
     latents, ropes = zeros.split([layout.rank, layout.rope], -1)
     slots = torch.arange(num_tokens, device=device)
     runner.store(kv_cache, slots, latents[:, 0], ropes[:, 0])
-    spans = plan_spans(query_lens, num_tokens, starts, runner.decode_len)
     query = latents[:, 1:].contiguous()
-    runner.decode(
-        query,
-        ropes[:, 1:],
-        kv_cache,
-        runner.plan(spans, table, seq_lens),
-        torch.empty_like(query),
-        torch.empty(num_tokens, shape.num_heads, device=device),
-    )
+    lse = torch.empty(num_tokens, shape.num_heads, device=device)
+    cached = query, ropes[:, 1:], kv_cache
+    if runner.is_sparse:
+        lists = slots.int().expand(num_tokens, -1).contiguous()
+        counts = torch.full_like(lists[0], num_tokens)
+        runner.attend_to_lists(*cached, lists, counts, torch.empty_like(query), lse)
+    else:
+        spans = plan_spans(query_lens, num_tokens, starts, runner.decode_len)
+        plan = runner.plan(spans, table, seq_lens)
+        runner.decode(*cached, plan, torch.empty_like(query), lse)
     call = GatherCall(
         kv_cache,
         zeros[:, 0].contiguous(),

@@ -109,7 +109,12 @@ MLA_CONNECTORS = frozenset(
         "MultiConnector",
     )
 )
+# ExampleConnector takes the keys of indexers for K and V.
+SPARSE_MLA_CONNECTORS = frozenset(("OffloadingConnector", "MultiConnector"))
 UNKNOWN_WITH_MLA = "it is not known to work with MLA: use OffloadingConnector"
+UNKNOWN_WITH_SPARSE_MLA = (
+    "it is not known to work with sparse MLA: use OffloadingConnector"
+)
 CANONICAL_MLA = "with MLA its pages are cut by tokens: leave out canonical_layout"
 
 
@@ -126,22 +131,27 @@ def _connectors(transfer: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         yield from _connectors(child)
 
 
-def _mla_refusal(name: str, connector: Mapping[str, Any]) -> str | None:
+def _mla_refusal(
+    name: str, connector: Mapping[str, Any], is_sparse: bool
+) -> str | None:
     """The reason to refuse a connector with MLA alone; None if it is served."""
     if name in CONNECTORS and name not in MLA_CONNECTORS:
         return UNKNOWN_WITH_MLA
+    if is_sparse and name in CONNECTORS and name not in SPARSE_MLA_CONNECTORS:
+        return UNKNOWN_WITH_SPARSE_MLA
     extra = connector.get("kv_connector_extra_config") or {}
     return CANONICAL_MLA if extra.get("canonical_layout") else None
 
 
 def unsupported_connectors(
-    transfer: KVTransferConfig | None, is_mla: bool = False
+    transfer: KVTransferConfig | None, is_mla: bool = False, is_sparse: bool = False
 ) -> list[Reason]:
     """The reasons to refuse the connectors of an engine; warns of unknown ones.
 
     Args:
         transfer: The engine's configuration; None for no connector.
         is_mla: Whether the pages hold MLA's latents.
+        is_sparse: Whether an indexer has pages beside them.
 
     """
     found = []
@@ -152,7 +162,7 @@ def unsupported_connectors(
         verdict = CONNECTORS.get(name)
         if verdict is not None and verdict.state is State.REFUSED:
             found.append(connector_reason(name, verdict.reason))
-        elif is_mla and (refusal := _mla_refusal(name, each)):
+        elif is_mla and (refusal := _mla_refusal(name, each, is_sparse)):
             found.append(connector_reason(name, refusal))
         elif verdict is None or each.get("kv_connector_module_path"):
             logger.warning_once(

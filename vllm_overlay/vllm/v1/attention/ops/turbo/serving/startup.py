@@ -82,7 +82,7 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
         is_served = True
         layout: TurboFormat | LatentFormat
         if backend.is_mla():
-            is_served = type(layer) is MLAAttention
+            is_served = stores_by_implementation(layer)
             layout = LatentFormat.from_cache_dtype(cache_dtype, spec.head_size)
         else:
             sizes = spec.head_size, spec.head_size_v
@@ -99,6 +99,16 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
         name=name, model=model, kind=kind, backend=backend.get_name()
     )
     raise ValueError(refusals.refusal(cache_dtype, [reason]))
+
+
+def stores_by_implementation(layer: AttentionLayerBase) -> bool:
+    """Whether an MLA layer's class has its implementation store its latents."""
+    if type(layer) is MLAAttention:
+        return True
+    # Imported here, because the module has kernels of one model.
+    from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+
+    return type(layer) is DeepseekV32Attention
 
 
 def turbo_impls(vllm_config: VllmConfig) -> list[TurboImpl]:
@@ -236,14 +246,15 @@ def describe_cache(impls: list[TurboImpl], num_unpacked: int = 0) -> str:
 
 def _latent_kind(impl: TurboLatentImpl) -> tuple[object, ...]:
     """The key that MLA layers of the same kind share."""
-    return impl.runner.layout, impl.num_heads
+    return impl.runner.layout, impl.num_heads, impl.runner.is_sparse
 
 
 def _latent_layers(impl: TurboLatentImpl, count: int) -> str:
     """Words for MLA layers of the same kind: their bytes and kernels."""
     layout = impl.runner.layout
+    kind = "sparse MLA layers" if impl.runner.is_sparse else "MLA layers"
     return (
-        f"{layout.slot_size} bytes a token and layer (MLA layers: {count}, query "
+        f"{layout.slot_size} bytes a token and layer ({kind}: {count}, query "
         f"heads: {impl.num_heads}, latent: {layout.rank}, rotary: {layout.rope}; "
         f"{impl.runner.kernels_used})"
     )
