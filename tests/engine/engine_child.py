@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
+from vllm_turbo_cpu_standins.indexers import emulate_indexers
 from vllm_turbo_cpu_standins.offloading import emulate_offloading
 from vllm_turbo_cpu_standins.quantization import emulate_nvfp4
 
@@ -311,6 +312,7 @@ def run_job(job_path: Path, result_path: Path) -> None:
     job = json.loads(job_path.read_text())
     results = {}
     emulate_nvfp4()
+    emulate_indexers()
     for name, engine in job.items():
         print(f"engine {name}", flush=True)
         if "kv_transfer_config" in engine["args"]:

@@ -15,13 +15,18 @@ from turbo_equality.child import zeroed_attention
 from vllm import LLM
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    SparseMLACommonMetadata,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.turbo_mla_sparse import TurboMLASparseImpl
 from vllm.v1.attention.backends.turbo_attn import TurboMetadata, TurboMetadataBuilder
 from vllm.v1.attention.ops.turbo import interface
 from vllm.v1.attention.ops.turbo.keys import bias as key_bias
 from vllm.v1.attention.ops.turbo.keys import loading
 from vllm.v1.attention.ops.turbo.keys import offset as key_offset
+from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
 from vllm.v1.attention.ops.turbo.serving.weight_updates import WeightUpdates
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
@@ -132,6 +137,42 @@ def misled_drafter() -> Iterator[None]:
         yield
 
 
+def masked_attention() -> Change:
+    """Lets sparse MLA score all tokens of a request in fp32, with a mask on those that
+    are not listed or that a token does not see.
+    """
+
+    def attend(
+        impl: TurboMLASparseImpl,
+        q: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        metadata: SparseMLACommonMetadata,
+        layer: object,
+    ) -> tuple[torch.Tensor, None]:
+        query, lists = torch.cat(q, -1).float(), impl.topk_indices_buffer
+        output = torch.empty_like(q[0])
+        starts = metadata.query_start_loc.tolist()
+        for row, length in enumerate(metadata.seq_lens.tolist()):
+            begin, end = starts[row : row + 2]
+            positions = torch.arange(length)
+            blocks = metadata.block_table[row, positions // metadata.block_size].long()
+            slots = blocks * metadata.block_size + positions % metadata.block_size
+            pages = kv_cache.view(torch.uint8)
+            latent, rope = latent_reference.load(pages, slots, impl.runner.layout)
+            key = torch.cat([latent, rope], -1)
+            seen = (lists[begin:end, :, None] == positions).any(1)
+            seen &= positions <= torch.arange(length - (end - begin), length)[:, None]
+            scores = query[begin:end] @ key.T * impl.scale
+            scores.masked_fill_(~seen[:, None], float("-inf"))
+            attended = scores.softmax(-1) @ latent
+            if impl.runner.mean is not None:
+                attended += impl.runner.mean.rotated
+            output[begin:end] = attended
+        return output, None
+
+    return patch.object(TurboMLASparseImpl, "forward_mqa", attend)
+
+
 @contextmanager
 def changed(engine: dict[str, Any]) -> Iterator[None]:
     """Plants the defects of an engine of a job."""
@@ -148,6 +189,8 @@ def changed(engine: dict[str, Any]) -> Iterator[None]:
             stack.enter_context(fixed_key_offset())
         if engine["misled_drafter"]:
             stack.enter_context(misled_drafter())
+        if engine["masked_attention"]:
+            stack.enter_context(masked_attention())
         yield
 
 

@@ -104,6 +104,8 @@ class Engine:
         fixed_key_offset: Whether the offset of K stays that of the start: a defect.
         offset_segment: Tokens that share an offset of K, if not the product's number.
         misled_drafter: Whether Gemma 4's drafter reads other layers' caches: a defect.
+        masked_attention: Whether sparse MLA scores all tokens, and masks those that are
+            not listed.
 
     """
 
@@ -117,6 +119,7 @@ class Engine:
     fixed_key_offset: bool = False
     offset_segment: int | None = None
     misled_drafter: bool = False
+    masked_attention: bool = False
 
 
 BASE_ARGS: dict[str, Any] = {
