@@ -38,7 +38,7 @@ MANY = (
 )
 LATENTS = (
     "No time: attention of MLA also depends on arithmetic. It was measured only on "
-    "GPUs like the H200, with caches of {} and a latent of 512."
+    "GPUs like the H200, with caches of {} and a latent of 512, and no indexer."
 )
 APART = "The time in which GPUs exchange layers' outputs is not counted."
 

@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "benchmarks/results/h200/families.jsonl",
         "benchmarks/results/h200/models.jsonl",
     ),
+    "DeepseekV32ForCausalLM": ("tests/engine/test_sparse_mla.py",),
 }
 # Where the engine of a path of RUNS ran, by the start of the path.
 PLACES = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}
@@ -67,7 +68,8 @@ TEXT_PARTS = {
 CAUSES = {
     "MultiHeadLatentAttention": "MLA that stores by itself",
     "sinks of MLA": "MLA with sinks",
-    "sparse attention": "sparse MLA",
+    "indexer pools": "sparse MLA with pools of tokens",
+    "sliding window of MLA": "MLA with sliding windows",
     "got turbo4": "MLA of its own kind",
     "main KV cache": "sparse attention of its own kind",
     "STEP5_DSA": "sparse attention of its own kind",
@@ -250,9 +252,16 @@ def _where(architecture: str) -> str:
     return " and ".join(found) + text if found else "no"
 
 
+def _mla(verdict: dict[str, Any]) -> str:
+    """Returns the kind of an accepted model's MLA; empty if it has none."""
+    if not verdict.get("mla"):
+        return ""
+    return "sparse MLA" if verdict.get("sparse") else "MLA"
+
+
 def _layers(verdict: dict[str, Any]) -> str:
     """Returns a cell: the kinds of an accepted model's layers."""
-    kind = "MLA" if verdict.get("mla") else "attention"
+    kind = _mla(verdict) or "attention"
     return f"{kind} and states" if verdict["kind"] == "hybrid" else kind
 
 
@@ -311,8 +320,8 @@ def _what(verdict: dict[str, Any]) -> str:
             f"{number} layers of {heads} x {size}"
             for number, heads, size in verdict["layers"]
         )
-        if verdict.get("mla"):
-            layers += " (MLA)"
+        if mla := _mla(verdict):
+            layers += f" ({mla})"
         if verdict["kind"] == "hybrid":
             layers += f", blocks of {verdict['block_size']}"
         return layers

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SparseCacheRole,
 )
 
 CACHE_DTYPE = "turbo4"
@@ -87,12 +88,20 @@ def is_packed(spec: AttentionSpec) -> bool:
     return spec.state_content_bytes == layout.slot_size
 
 
+def is_indexer(spec: KVCacheSpec) -> bool:
+    """Whether a cache has the keys of an indexer of sparse MLA."""
+    return getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER
+
+
 def find_foreign_layer(
     specs: dict[str, KVCacheSpec], skips_windows: bool
 ) -> str | None:
-    """Returns the first layer whose cache is not TURBO's, nor a state, nor skipped."""
+    """Returns the first layer whose cache is not TURBO's, nor a state, nor skipped.
+
+    The keys of indexers are none of TURBO's.
+    """
     for name, spec in specs.items():
-        if isinstance(spec, MambaSpec):
+        if isinstance(spec, MambaSpec) or is_indexer(spec):
             continue
         is_packed_layer = isinstance(spec, AttentionSpec) and is_packed(spec)
         kind = type(spec).__name__
@@ -121,6 +130,7 @@ def describe_layers(built: Build) -> dict[str, Any]:
     return {
         "kind": "hybrid" if state else "full",
         **({"mla": True} if is_mla else {}),
+        **({"sparse": True} if any(map(is_indexer, built.specs.values())) else {}),
         "layers": [[count, *shape] for shape, count in shapes.items()],
         "block_size": built.config.cache_config.block_size,
     }
