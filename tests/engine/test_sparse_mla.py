@@ -167,6 +167,13 @@ def test_capacity(outcome: Any):
     assert "340 bytes a token and layer (sparse MLA layers: 4, query heads: 4" in log
 
 
+def test_means_of_latents_are_taken_off(outcome: Any):
+    """A pass of text needs no lists of tokens."""
+    _, log = outcome
+    assert f"the means of latents are taken off in {LAYERS} of {LAYERS} layers" in log
+    assert f"latents' mean: {LAYERS} of {LAYERS} layers" in log
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["turbo4", "turbo3"])
 def test_model_runner_v1(folder: Path, tmp_path: Path, dtype: str):

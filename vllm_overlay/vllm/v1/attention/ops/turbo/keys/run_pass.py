@@ -103,11 +103,14 @@ def make_pass(
             decodes keep.
 
     """
+    # Imported here, because the module has layers of one family.
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+
     model = runner.get_model()
+    # The pass attends to all tokens, as models do whose lists are as long as the text.
+    known = Attention | MLAAttention | MambaBase | DeepseekV32IndexerCache
     for module in model.modules():
-        if isinstance(module, AttentionLayerBase) and not isinstance(
-            module, Attention | MLAAttention | MambaBase
-        ):
+        if isinstance(module, AttentionLayerBase) and not isinstance(module, known):
             name = type(module).__name__
             raise PassError(f"layers of {name} have caches or states of other kinds")
     layers = attention_layers(model)

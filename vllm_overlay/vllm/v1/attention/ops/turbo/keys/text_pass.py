@@ -66,12 +66,16 @@ class TextPass:
                 vars(layer.impl)["forward"] = self.attend
             for latent in latents:
                 vars(latent)["forward_impl"] = partial(self.attend_latents, latent)
+                # DeepSeek V3.2's layers have it, and call the other one for prefills.
+                attend = partial(self.attend_whole, latent)
+                vars(latent)["_sparse_indexer_and_attn"] = attend
             yield
         finally:
             for layer in layers:
                 vars(layer.impl).pop("forward", None)
             for latent in latents:
                 vars(latent).pop("forward_impl", None)
+                vars(latent).pop("_sparse_indexer_and_attn", None)
             self.kept.clear()
 
     def begin(self, start: int) -> None:
@@ -159,6 +163,21 @@ class TextPass:
         seen = self.seen(len(query), query.device, scoring.sliding_window)
         found = attention(query, key, value, seen, scoring)
         return output.copy_(found.reshape(output.shape))
+
+    def attend_whole(self, layer: MLAAttention, *tensors: torch.Tensor) -> None:
+        """Attend like ``DeepseekV32Attention``, to all tokens, and record latents.
+
+        Args:
+            layer: The layer.
+            tensors: The arguments of its ``_sparse_indexer_and_attn``. This reads the
+                part of queries without RoPE, (T, Hq, N), normalised latents, (T, L),
+                rotated keys, (T, R), and rotated queries, (T, Hq, R). It writes the
+                output, (T, Hq * V).
+
+        """
+        query, (latent, rope, _, rotated, output) = tensors[2], tensors[7:]
+        query = torch.cat([query, rotated], -1)
+        self.attend_latents(layer, query, latent, rope[:, None], None, None, output)
 
     def _joined(
         self, name: str, key: torch.Tensor, value: torch.Tensor
