@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -101,7 +102,8 @@ def step(checkout: Path, folder: Path) -> tuple[dict[str, str], list[str]]:
     rows = (line.split("  ", 1) for line in lines)
     verdicts = {row[0]: row[1].strip() for row in rows if row[0].endswith(".patch")}
     found = [line.strip() for line in lines if line.startswith("  vllm_overlay/")]
-    return verdicts, [line.partition(" ")[2] for line in found]
+    # A finding may have more places than the first.
+    return verdicts, [re.sub(r"^\S+( and \d+ more)? ", "", line) for line in found]
 
 
 def main() -> int:
