@@ -31,14 +31,6 @@ from vllm.v1.attention.ops.turbo.serving.startup import describe_latent_cache
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
 
 from ..backend_utils import prefill_modes
-from ..upstream.test_upstream_sparse_mla import (
-    HIDDEN,
-    ROPE,
-    latents_of,
-    make_v32_config,
-    make_v32_layer,
-    run_v32,
-)
 from ..utils import DEVICE, ON_GPU, gaussian, requires_triton
 from .latent_utils import latent_presets, long_mean
 from .mla_utils import (
@@ -259,32 +251,6 @@ def test_a_pass_attends_as_the_model_does(folder, step):
     assert torch.equal(means.first, means.rest)
     length = text.square().sum(-1).mean().sqrt()
     torch.testing.assert_close(means.length, length[None])
-
-
-@requires_triton
-def test_layers_of_deepseek_v32(folder):
-    """They attend to all tokens in a pass, which needs no lists."""
-    config = make_v32_config(folder, "turbo4")
-    layer = make_v32_layer(config)
-    hidden = gaussian(NUM_TOKENS, HIDDEN, dtype=FP32, seed=4)
-    positions = torch.arange(NUM_TOKENS)
-    text_pass = TextPass({}, NUM_TEXT, NUM_TOKENS)
-    with text_pass.running([layer]):
-        text_pass.begin(0)
-        output = run_v32(config, layer, hidden, positions, None, positions)
-    assert "_sparse_indexer_and_attn" not in vars(layer)
-    latents, keys = latents_of(layer, hidden, positions)
-    mean = text_pass.means[layer.layer_name].rest
-    torch.testing.assert_close(mean, latents[:NUM_TEXT].mean(0)[None])
-    query = layer.fused_qkv_a_proj(hidden)[0][:, : layer.q_lora_rank]
-    query = layer.q_b_proj(layer.q_a_layernorm.forward_native(query))[0]
-    query = query.view(NUM_TOKENS, NUM_HEADS, -1)
-    rotary = query[..., -ROPE:].contiguous()
-    rotary, _ = layer.rotary_emb.forward_native(positions, rotary.clone(), rotary)
-    query = torch.cat([query[..., :-ROPE], rotary], -1)
-    attended = expected_outputs(layer, query, latents, keys[:, None])
-    expected = layer.o_proj(attended)[0]
-    torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
 
 
 def test_layers_get_the_means_of_a_pass(folder):

@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.mla.turbo_mla_sparse import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops.turbo.interface import MAX_KV_SPLITS
+from vllm.v1.attention.ops.turbo.keys.text_pass import TextPass
 from vllm.v1.attention.ops.turbo.planning import scratch
 from vllm.v1.attention.ops.turbo.reference import latent as reference
 from vllm.v1.attention.ops.turbo.serving.connectors import (
@@ -53,6 +54,7 @@ from .mla_utils import (
     make_mla_config,
     make_mla_layer,
 )
+from .test_latent_mean import NUM_TEXT, NUM_TOKENS, expected_outputs
 
 # The error of fp32 in outputs of magnitude one.
 TOLERANCE = 2e-5
@@ -281,6 +283,32 @@ def test_layers_of_deepseek_v32(folder):
     torch.testing.assert_close(stored_keys[50:], keys, atol=0.05, rtol=0)
     expected = layer.o_proj(batch.attend([(stored, stored_keys)], lists[:4]).flatten(1))
     torch.testing.assert_close(output, expected[0], atol=TOLERANCE, rtol=0)
+
+
+@requires_triton
+def test_a_pass_of_layers_of_deepseek_v32(folder):
+    """They attend to all tokens in a pass, which needs no lists."""
+    config = make_v32_config(folder, "turbo4")
+    layer = make_v32_layer(config)
+    hidden = gaussian(NUM_TOKENS, HIDDEN, seed=4)
+    positions = torch.arange(NUM_TOKENS)
+    text_pass = TextPass({}, NUM_TEXT, NUM_TOKENS)
+    with text_pass.running([layer]):
+        text_pass.begin(0)
+        output = run_v32(config, layer, hidden, positions, None, positions)
+    assert "_sparse_indexer_and_attn" not in vars(layer)
+    latents, keys = latents_of(layer, hidden, positions)
+    mean = text_pass.means[layer.layer_name].rest
+    torch.testing.assert_close(mean, latents[:NUM_TEXT].mean(0)[None])
+    query = layer.fused_qkv_a_proj(hidden)[0][:, : layer.q_lora_rank]
+    query = layer.q_b_proj(layer.q_a_layernorm.forward_native(query))[0]
+    query = query.view(NUM_TOKENS, NUM_HEADS, -1)
+    rotary = query[..., -ROPE:].contiguous()
+    rotary, _ = layer.rotary_emb.forward_native(positions, rotary.clone(), rotary)
+    query = torch.cat([query[..., :-ROPE], rotary], -1)
+    attended = expected_outputs(layer, query, latents, keys[:, None])
+    expected = layer.o_proj(attended)[0]
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=0)
 
 
 class OwnSparseAttention(DeepseekV32Attention):
