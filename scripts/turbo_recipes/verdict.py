@@ -89,7 +89,7 @@ def is_packed(spec: AttentionSpec) -> bool:
 
 
 def is_indexer(spec: KVCacheSpec) -> bool:
-    """Whether a cache has the keys of an indexer of sparse MLA."""
+    """Tells whether a cache holds an indexer's keys, as sparse MLA has them."""
     return getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER
 
 

@@ -244,27 +244,39 @@ def write_mtp(folder: Path) -> Path:
     return folder
 
 
+def run_drafts(
+    folder: Path,
+    model: Path,
+    runner: Runner,
+    args: dict[str, Any],
+    prompts: list[list[int]],
+) -> dict[str, Any]:
+    """Returns the result of an engine with MTP's drafts, which change nothing."""
+    drafting = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    calls = {"alone": Call(prompts, 3 * NUM_GENERATED, one_by_one=True)}
+    batched = {"batched": Call(prompts, 3 * NUM_GENERATED)}
+    engines = {
+        "plain": Engine(args, calls),
+        "drafts": Engine(args | {"speculative_config": drafting}, batched),
+    }
+    found = run_job(folder, model, runner, engines)
+    result = found["drafts"]
+    assert result["drafted"] > result["accepted"]
+    runs = requests_of(found["plain"], "alone"), requests_of(result)
+    assert max(largest_divergences(*runs)) < KL_TOLERANCE
+    return result
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_own_drafts(tmp_path: Path, runner: Runner):
     """MTP's layer has latents of its own, and its drafts change nothing."""
     model = write_mtp(tmp_path / "model")
-    drafting = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     args = engine("turbo4", disable_log_stats=False).args
-    calls = {"alone": Call(PROMPTS, 3 * NUM_GENERATED, one_by_one=True)}
-    batched = {"batched": Call(PROMPTS, 3 * NUM_GENERATED)}
-    engines = {
-        "plain": Engine(args, calls),
-        "drafts": Engine(args | {"speculative_config": drafting}, batched),
-    }
-    found = run_job(tmp_path / "run", model, runner, engines)
-    result = found["drafts"]
-    assert result["drafted"] > result["accepted"]
+    result = run_drafts(tmp_path / "run", model, runner, args, PROMPTS)
     assert [size for size, _ in result["pages"].values()] == [340 * BLOCK] * (
         LAYERS + 1
     )
-    runs = requests_of(found["plain"], "alone"), requests_of(result)
-    assert max(largest_divergences(*runs)) < KL_TOLERANCE
 
 
 @pytest.mark.matrix

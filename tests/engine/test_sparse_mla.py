@@ -23,8 +23,8 @@ from harness import (
     run_job,
 )
 from safetensors.torch import load_file, save_file
-from scenarios import NUM_DRAFTS, text
-from test_mla import write_mtp
+from scenarios import text
+from test_mla import run_drafts, write_mtp
 from ways import KL_TOLERANCE, NUM_GENERATED
 
 BLOCK, LAYERS, TOPK = 64, 4, 24
@@ -221,18 +221,7 @@ def test_blocks_come_back_from_the_host(folder: Path, tmp_path: Path):
 def test_own_drafts(tmp_path: Path, runner: Runner):
     """MTP's layer has latents and an indexer of its own, and changes nothing."""
     model = write_v32(tmp_path / "model", drafts=True)
-    drafting = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     args = engine(disable_log_stats=False).args
-    calls = {"alone": Call(PROMPTS, 3 * NUM_GENERATED, one_by_one=True)}
-    batched = {"batched": Call(PROMPTS, 3 * NUM_GENERATED)}
-    engines = {
-        "plain": Engine(args, calls),
-        "drafts": Engine(args | {"speculative_config": drafting}, batched),
-    }
-    found = run_job(tmp_path / "run", model, runner, engines)
-    result = found["drafts"]
-    assert result["drafted"] > result["accepted"]
+    result = run_drafts(tmp_path / "run", model, runner, args, PROMPTS)
     sizes = sorted(size for size, _ in result["pages"].values())
     assert sizes == [132 * BLOCK] * 2 + [340 * BLOCK] * (LAYERS + 1)
-    runs = requests_of(found["plain"], "alone"), requests_of(result)
-    assert max(largest_divergences(*runs)) < KL_TOLERANCE

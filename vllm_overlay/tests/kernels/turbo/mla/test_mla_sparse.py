@@ -16,9 +16,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.sparse_utils import (
     triton_convert_req_index_to_global_index,
 )
-from vllm.v1.attention.backends.mla.turbo_mla_metadata import MAX_CONTEXT_ROWS
+from vllm.v1.attention.backends.mla.turbo_mla_metadata import (
+    MAX_CONTEXT_ROWS,
+    TurboMLAMetadataBuilder,
+)
 from vllm.v1.attention.backends.mla.turbo_mla_sparse import (
     TurboMLASparseBackend,
+    TurboMLASparseMetadataBuilder,
     find_slots,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -245,6 +249,13 @@ def test_projected_contexts_have_room(folder):
     layer = make_sparse_layer(config)
     rows = make_mla_builder(config, layer).chunked_prefill_workspace_size
     assert rows == MAX_CONTEXT_ROWS
+    # With few sequences and short lists there are fewer rows than in dense MLA.
+    few = make_sparse_config(folder, max_num_seqs=1)
+    (rows, dense) = (
+        builder.determine_chunked_prefill_workspace_size(few)
+        for builder in (TurboMLASparseMetadataBuilder, TurboMLAMetadataBuilder)
+    )
+    assert rows < dense
     projected = layer.qk_head_dim + layer.qk_nope_head_dim + layer.v_head_dim
     assert layer.impl._unmeasured_size() >= rows * projected
     assert layer.impl.runner.max_absorbed_tokens == 1024

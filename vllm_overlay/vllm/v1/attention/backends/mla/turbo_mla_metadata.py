@@ -63,6 +63,21 @@ class TurboMLAMetadata(MLACommonMetadata[TurboMLADecodeMetadata]):
     prefill_token_to_seq: torch.Tensor | None = None
 
 
+def check_spec(kv_cache_spec: AttentionSpec, serves_sparse: bool = False) -> None:
+    """Refuse an MLA layer's cache spec that is not served, with a ValueError."""
+    found = refusals.unsupported_mla_spec(kv_cache_spec, serves_sparse)
+    if found:
+        cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
+        raise ValueError(refusals.refusal(cache_dtype, found))
+
+
+def bounded_rows(vllm_config: VllmConfig, size: int) -> int:
+    """The rows of context that a prefill projects up at once, of vLLM's ``size``."""
+    return align_mla_chunked_context_workspace_size(
+        vllm_config, min(size, MAX_CONTEXT_ROWS)
+    )
+
+
 class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
     """Builds ``TurboMLAMetadata``.
 
@@ -82,10 +97,7 @@ class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        found = refusals.unsupported_mla_spec(kv_cache_spec)
-        if found:
-            cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
-            raise ValueError(refusals.refusal(cache_dtype, found))
+        check_spec(kv_cache_spec)
         self.reorder_batch_threshold = absorbed_query_len(vllm_config)
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, TurboMLAMetadata
@@ -102,13 +114,9 @@ class TurboMLAMetadataBuilder(MLACommonMetadataBuilder[TurboMLAMetadata]):
 
     @staticmethod
     def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:
-        """The rows of context that a prefill projects up at once."""
-        size = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(
-            vllm_config
-        )
-        return align_mla_chunked_context_workspace_size(
-            vllm_config, min(size, MAX_CONTEXT_ROWS)
-        )
+        base = MLACommonMetadataBuilder
+        size = base.determine_chunked_prefill_workspace_size(vllm_config)
+        return bounded_rows(vllm_config, size)
 
     @staticmethod
     def determine_prefill_query_data_type(

@@ -12,9 +12,6 @@ from typing import Any, ClassVar
 import torch
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention.mla_attention import (
-    align_mla_chunked_context_workspace_size,
-)
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -30,7 +27,10 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
     triton_convert_req_index_to_global_index,
 )
 from vllm.v1.attention.backends.mla.turbo_mla import TurboLatentImpl, TurboMLABackend
-from vllm.v1.attention.backends.mla.turbo_mla_metadata import MAX_CONTEXT_ROWS
+from vllm.v1.attention.backends.mla.turbo_mla_metadata import (
+    bounded_rows,
+    check_spec,
+)
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 from vllm.v1.attention.ops.turbo import refusals
 from vllm.v1.attention.ops.turbo.serving.startup import log_turbo_cache
@@ -74,23 +74,17 @@ class TurboMLASparseMetadataBuilder(
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        found = refusals.unsupported_mla_spec(kv_cache_spec, serves_sparse=True)
-        if found:
-            cache_dtype = kv_cache_spec.kv_quant_mode.name.lower()
-            raise ValueError(refusals.refusal(cache_dtype, found))
+        check_spec(kv_cache_spec, serves_sparse=True)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         log_turbo_cache(vllm_config)
 
     @staticmethod
     def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:
-        """The rows of context that a prefill projects up at once."""
-        size = SparseMLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(
-            vllm_config
-        )
-        return align_mla_chunked_context_workspace_size(
-            vllm_config, min(size, MAX_CONTEXT_ROWS)
-        )
+        # Contexts that are projected up are no longer than the lists.
+        base = SparseMLACommonMetadataBuilder
+        size = base.determine_chunked_prefill_workspace_size(vllm_config)
+        return bounded_rows(vllm_config, size)
 
     def _build_req_id_per_token(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -141,20 +135,7 @@ class TurboMLASparseImpl(
         attn_metadata: SparseMLACommonMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend to the listed tokens in packed pages.
-
-        Args:
-            q: Queries for rotated latents, (T, Hq, L), and rotary queries, (T, Hq, R),
-                apart or joined on the last axis.
-            kv_c_and_k_pe_cache: (num_blocks, N, C) bytes, of any dtype.
-            attn_metadata: The metadata of the step.
-            layer: The layer, not read.
-
-        Returns:
-            The output in the rotated latents' space, (T, Hq, L), and the LSE, (T, Hq)
-            fp32 in base e.
-
-        """
+        """Attend to the listed tokens: see ``TurboMLAImpl.forward_mqa``."""
         assert self.topk_indices_buffer is not None
         query, rope = self.split_query(q)
         num_tokens = query.shape[0]

@@ -102,7 +102,7 @@ def check_layer(name: str, layer: AttentionLayerBase, vllm_config: VllmConfig) -
 
 
 def stores_by_implementation(layer: AttentionLayerBase) -> bool:
-    """Whether an MLA layer's class has its implementation store its latents."""
+    """Tell whether an MLA layer leaves the storing of latents to its backend."""
     if type(layer) is MLAAttention:
         return True
     # Imported here, because the module has kernels of one model.
