@@ -43,7 +43,7 @@ _MODULE_FLAGS = (
     "--param=tsan-instrument-func-entry-exit=0",
 )
 _LINKING = ("-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined")
-_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'^ *#include "(.+)"', re.MULTILINE)
 _PC = re.compile(r"\[pc (0x[0-9a-f]+)\]")
 # The most frames of inlined functions in a message.
 _MAX_FRAMES = 6

@@ -96,7 +96,7 @@ def _of_columns(columns: int) -> dict[str, str]:
         f"{{ .reg .pred p; setp.ne.b32 p, %{n + 5}, 0; "
         f"{product}, {{{a}}}, %{n + 4}, p, 1, 1, %{n + 6}; }}": f"wgmma_registers<{n}>",
         f"{{ .reg .pred p; setp.ne.b32 p, %{n + 2}, 0; "
-        f"{product}, %{n}, %{n + 1}, p, 1, 1, %{n + 3}, %{n + 3}; }}": (
+        f"{product}, %{n}, %{n + 1}, p, 1, 1, %{n + 3}, %{n + 4}; }}": (
             f"wgmma_deep<{n}>"
         ),
     }

@@ -336,8 +336,14 @@ class TritonArm(PlainArm):
 
 
 # The plans of CUDA's decode kernel, by the end of an arm's name. They are for compute
-# capability 10.0 and 12.0, for 8.0 to 8.9, and for Hopper by warpgroups alone.
-PLANS = {"slices": "SLICES", "slices_8x": "COPYING_SLICES", "warpgroups": "WARPGROUPS"}
+# capability 10.0 and 12.0, for 8.0 to 8.9, and for Hopper by warpgroups alone, with
+# query rows as columns or as rows.
+PLANS = {
+    "slices": "SLICES",
+    "slices_8x": "COPYING_SLICES",
+    "warpgroups": "WARPGROUPS",
+    "rows": "ROWS",
+}
 
 
 def kernels_of_plans(name: str) -> Any:

@@ -85,23 +85,28 @@ uint32_t a_place(const Site& site, const GroupProduct& product, int row,
                  int k) {
   const uint64_t descriptor = product.a_descriptor;
   if (!is_swizzled(descriptor)) fail(site, "A is not swizzled by 128 bytes");
-  if (product.is_deep) return deep_place(descriptor, row, k);
+  if (product.a_is_deep) return deep_place(descriptor, row, k);
   const uint32_t place = address_of(descriptor) +
                          k / 8 * stride_of(descriptor) + k % 8 * 128 + row * 2;
   return place ^ (place >> 7 & 7) << 4;
 }
 
 // The place in B, which may have core matrices of 8 times 16 bytes. The leading
-// offset is along the depth, in layouts that were tried on a GPU.
+// offset is along the depth, in layouts that were tried on a GPU. If B is
+// swizzled and its columns are contiguous, 64 of them take 128 bytes, and the
+// leading offset is between such blocks.
 uint32_t b_place(const Site& site, const GroupProduct& product, int k,
                  int column) {
   const uint64_t descriptor = product.b_descriptor;
   if (is_swizzled(descriptor)) {
-    if (!product.is_deep) fail(site, "B is swizzled");
-    return deep_place(descriptor, column, k);
+    if (product.b_is_deep) return deep_place(descriptor, column, k);
+    const uint32_t place =
+        address_of(descriptor) + column / 64 * leading_of(descriptor) +
+        k / 8 * stride_of(descriptor) + k % 8 * 128 + column % 64 * 2;
+    return place ^ (place >> 7 & 7) << 4;
   }
-  const int inner = product.is_deep ? column % 8 * 16 + k % 8 * 2
-                                    : k % 8 * 16 + column % 8 * 2;
+  const int inner = product.b_is_deep ? column % 8 * 16 + k % 8 * 2
+                                      : k % 8 * 16 + column % 8 * 2;
   return address_of(descriptor) + inner + k / 8 * leading_of(descriptor) +
          column / 8 * stride_of(descriptor);
 }
@@ -112,19 +117,21 @@ uint32_t b_place(const Site& site, const GroupProduct& product, int k,
 template <typename F>
 void for_each_chunk(const Site& site, const GroupProduct& product,
                     const F& visit) {
-  const int across = product.is_deep ? 1 : kChunkNumbers;
-  const int along = product.is_deep ? kChunkNumbers : 1;
-  const auto chunk = [&](uint32_t address) {
-    visit(shared_pointer(site, address, kChunkBytes));
-  };
-  for (int k = 0; k < kDepth; k += along) {
-    if (!product.a_in_registers) {
-      for (int row = 0; row < 64; row += across)
-        chunk(a_place(site, product, row, k));
+  const auto for_operand = [&](bool is_deep, int size, const auto& place) {
+    const int across = is_deep ? 1 : kChunkNumbers;
+    const int along = is_deep ? kChunkNumbers : 1;
+    for (int k = 0; k < kDepth; k += along) {
+      for (int i = 0; i < size; i += across)
+        visit(shared_pointer(site, place(i, k), kChunkBytes));
     }
-    for (int column = 0; column < 2 * product.num_numbers; column += across)
-      chunk(b_place(site, product, k, column));
+  };
+  if (!product.a_in_registers) {
+    for_operand(product.a_is_deep, 64,
+                [&](int row, int k) { return a_place(site, product, row, k); });
   }
+  for_operand(
+      product.b_is_deep, 2 * product.num_numbers,
+      [&](int column, int k) { return b_place(site, product, k, column); });
 }
 
 // Attributes accesses of a whole warp to its first lane.

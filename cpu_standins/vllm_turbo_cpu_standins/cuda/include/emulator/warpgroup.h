@@ -27,7 +27,7 @@ struct GroupProduct {
   float* d[kMaxNumbers];
   int num_numbers;
   bool a_in_registers;
-  bool is_deep;  // whether operands in memory are contiguous in depth
+  bool a_is_deep, b_is_deep;  // whether they are contiguous in depth
   bool adds;
   uint32_t a[4];
   uint64_t a_descriptor, b_descriptor;
@@ -107,25 +107,24 @@ inline void wgmma_wait_after(const Site& site, int pending, uint32_t) {
   wait_products(site, pending);
 }
 
-// A product without its A. Operands are the numbers of D, A, B, whether the
-// product adds, and whether operands in memory have their rows or columns
-// contiguous.
+// A product without its A. Operands are the numbers of D, A, from `rest` on B
+// and whether the product adds, and at last whether B's columns are contiguous.
 template <int kNumbers>
-GroupProduct product_of(const void* const* all, int num_operands) {
+GroupProduct product_of(const void* const* all, int rest, int num_operands) {
   GroupProduct own = {.num_numbers = kNumbers};
   for (int i = 0; i < kNumbers; ++i)
     own.d[i] = static_cast<float*>(const_cast<void*>(all[i]));
-  const void* const* last = all + num_operands - 3;
-  own.b_descriptor = *static_cast<const uint64_t*>(last[0]);
-  own.adds = *static_cast<const int*>(last[1]) != 0;
-  own.is_deep = *static_cast<const int*>(last[2]) == 0;
+  own.b_descriptor = *static_cast<const uint64_t*>(all[rest]);
+  own.adds = *static_cast<const int*>(all[rest + 1]) != 0;
+  own.b_is_deep = *static_cast<const int*>(all[num_operands - 1]) == 0;
   return own;
 }
 
 template <int kNumbers, typename... Operands>
 void wgmma_registers(const Site& site, Operands&&... operands) {
   const void* all[] = {&operands...};
-  GroupProduct own = product_of<kNumbers>(all, sizeof...(operands));
+  GroupProduct own =
+      product_of<kNumbers>(all, kNumbers + 4, sizeof...(operands));
   own.a_in_registers = true;
   for (int i = 0; i < 4; ++i)
     own.a[i] = *static_cast<const uint32_t*>(all[kNumbers + i]);
@@ -135,8 +134,10 @@ void wgmma_registers(const Site& site, Operands&&... operands) {
 template <int kNumbers, typename... Operands>
 void wgmma_deep(const Site& site, Operands&&... operands) {
   const void* all[] = {&operands...};
-  GroupProduct own = product_of<kNumbers>(all, sizeof...(operands));
+  GroupProduct own =
+      product_of<kNumbers>(all, kNumbers + 1, sizeof...(operands));
   own.a_descriptor = *static_cast<const uint64_t*>(all[kNumbers]);
+  own.a_is_deep = *static_cast<const int*>(all[kNumbers + 3]) == 0;
   multiply_group(site, own);
 }
 

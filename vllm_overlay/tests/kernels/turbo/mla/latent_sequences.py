@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.cuda import latent_decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda.latent_decode import LATENT_DECODE
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     COPYING_SLICES,
+    ROWS,
     SLICES,
     WARPGROUPS,
     Plan,
@@ -48,7 +49,7 @@ from .latent_utils import fill_latent_cache, latent_cache
 
 FP32 = torch.float32
 SCALE = 192**-0.5
-PLANS = (*WARPGROUPS, *SLICES, *COPYING_SLICES)
+PLANS = (*WARPGROUPS, *ROWS, *SLICES, *COPYING_SLICES)
 
 
 # CUDA's kernel of the plan that serves. Queries are rounded to fp16 relative to a power
@@ -67,7 +68,7 @@ def is_cuda(kernel: Kernel) -> bool:
 
 def by_plan(plan: Plan) -> Kernel:
     """CUDA's kernel of a plan, which is skipped on GPUs without its instructions."""
-    kind = "warpgroups"
+    kind = "rows" if plan.by_rows else "warpgroups"
     if plan.teams:
         kind = "slices" if plan.is_bulk else "copying-slices"
     name = f"{plan.columns}-{kind}"

@@ -13,6 +13,7 @@ from vllm.v1.attention.ops.turbo.cuda.build import compiler_flags, module_name
 from vllm.v1.attention.ops.turbo.cuda.compiler import nvcc_release
 from vllm.v1.attention.ops.turbo.cuda.family import ARCHITECTURES
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
+    ROWS,
     SLICES,
     WARPGROUPS,
     plan_for,
@@ -34,9 +35,7 @@ LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
         *((90, rows, 16) for rows in (9, 16)),
         *((90, rows, 24) for rows in (20, 24)),
         (90, 32, 32),
-        *((90, rows, 40) for rows in (33, 80)),
-        *((90, rows, 48) for rows in (48, 96)),
-        *((90, rows, 64) for rows in (49, 64, 128)),
+        *((90, rows, 64) for rows in (33, 48, 49, 64, 80, 128)),
         *((80, rows, 8) for rows in (1, 8)),
         *((120, rows, 16) for rows in (9, 16)),
         *((86, rows, 24) for rows in (20, 24, 48)),
@@ -45,6 +44,16 @@ LAYOUT = LatentFormat.from_cache_dtype("turbo4", 576)
 )
 def test_rows_are_served_by_the_plan_that_is_soonest(capability, num_rows, columns):
     assert plan_for(num_rows, plans_of(capability)).columns == columns
+
+
+@pytest.mark.parametrize(
+    "num_rows, columns",
+    [(32, 32), (33, 40), (80, 40), (48, 48), (96, 48), (49, 64), (64, 64), (128, 64)],
+)
+def test_other_sizes_have_no_plan_by_rows(num_rows, columns):
+    plan = plan_for(num_rows, plans_of(90, 320))
+    assert plan.columns == columns and not plan.by_rows
+    assert plan_for(num_rows, plans_of(90)).by_rows == (num_rows > 32)
 
 
 @pytest.mark.parametrize("capability", [*ARCHITECTURES, 87, 103, 121])
@@ -107,6 +116,16 @@ def test_compiles_to_products_that_overlap(num_rows):
     found, ptx = compile_to_ptx(module, 90, NVCC)
     assert found.registers <= 255 and found.spills <= 16
     assert "wgmma.mma_async" in ptx
+    check_overlap(module.kernel, 90, ptx)
+
+
+@requires_nvcc
+def test_rows_compile_to_products_that_overlap():
+    """Registers move from producers to consumers, and neither spill."""
+    module = latent_decode.LATENT_DECODE.module(LAYOUT, ROWS[0])
+    found, ptx = compile_to_ptx(module, 90, NVCC)
+    assert found.registers <= 168 and found.spills == 0
+    assert "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
     check_overlap(module.kernel, 90, ptx)
 
 

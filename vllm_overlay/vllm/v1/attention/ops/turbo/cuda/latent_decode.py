@@ -14,6 +14,7 @@ from vllm.v1.attention.ops.turbo.cuda.constants import latent_header
 from vllm.v1.attention.ops.turbo.cuda.family import Demand, Family
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     FIRST_CAPABILITY,
+    ROWS_HEAD_SIZE,
     Plan,
     plan_for,
     plans_of,
@@ -47,15 +48,17 @@ def serves(layout: LatentFormat) -> bool:
 
 
 @cache
-def plans_on(device_id: int) -> tuple[Plan, ...]:
-    """The plans that serve on a GPU of this machine."""
+def plans_on(device_id: int, head_size: int) -> tuple[Plan, ...]:
+    """The plans that serve a size on a GPU of this machine."""
     capability = current_platform.get_device_capability(device_id)
     assert capability is not None
-    return plans_of(capability.to_int())
+    return plans_of(capability.to_int(), head_size)
 
 
 def _name(layout: LatentFormat, plan: Plan) -> str:
     name = f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
+    if plan.by_rows:
+        name += "_rows"
     if plan.teams:
         name += f"_{plan.teams}_{plan.tiles}" + ("" if plan.is_bulk else "_copies")
     return name
@@ -72,7 +75,7 @@ def _served(
 ) -> Iterator[tuple[LatentFormat, Plan, Variant]]:
     if serves(layout):
         assert demand.capability is not None
-        plans = plans_of(demand.capability)
+        plans = plans_of(demand.capability, layout.head_size)
         numbers = demand.numbers_of_queries(demand.max_query_len)
         for plan in sorted({plan_for(num_rows, plans) for num_rows in numbers}):
             yield layout, plan, demand.variant
@@ -87,6 +90,7 @@ LATENT_DECODE = Family[LatentFormat, Plan](
     served=_served,
     defines=lambda layout, plan, _: {
         "LATENT_COLUMNS": plan.columns,
+        "LATENT_ROWS": plan.by_rows,
         "LATENT_STAGES": plan.stages,
         "LATENT_EARLY": plan.is_early,
         "LATENT_SHARES": plan.shares,
@@ -123,7 +127,9 @@ def num_decode_splits(
     """
     num_seqs = max(1, num_seqs)
     num_rows = num_heads * query_len
-    plan = plan_for(num_rows, plans_on(0) if plans is None else plans)
+    if plans is None:
+        plans = plans_on(0, ROWS_HEAD_SIZE)
+    plan = plan_for(num_rows, plans)
     passes = -(-num_rows // plan.columns)
     alone = -(-num_sms // passes) + 1
     average = -(-num_sms // (num_seqs * passes))
@@ -160,7 +166,7 @@ def decode_attention(
         return
     call.check(partials)
     if plans is None:
-        plans = plans_on(device.index or 0)
+        plans = plans_on(device.index or 0, call.layout.head_size)
     plan = plan_for(call.query.shape[1] * batch.query_len, plans)
     LATENT_DECODE.load(call.layout, plan, device)(
         call.query,

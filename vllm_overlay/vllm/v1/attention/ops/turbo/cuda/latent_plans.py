@@ -2,9 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The instances of MLA's CUDA decode kernel, and the choice among them.
 
-There are two kernels. One has products of warpgroups, on GPUs of compute capability 9.0
-alone: see latent/segment.cuh. The other has slices of a latent and products of warps,
-from 8.0 on. It is also faster for few rows on 9.0: see latent/slices_segment.cuh.
+There are three kernels. Two have products of warpgroups, on GPUs of compute capability
+9.0 alone. Query rows are columns of the products in one, and rows of them in the other,
+which is for many rows: see latent/segment.cuh and latent/rows_kernel.cuh. The third has
+slices of a latent and products of warps, from 8.0 on. It is also faster for few rows on
+9.0: see latent/slices_segment.cuh.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ _WARPGROUP_CAPABILITY = 90
 
 class Plan(NamedTuple):
     """An instance: LatentPlan of latent/plan.cuh, or SlicePlan of
-    latent/slices_layout.cuh if it has teams.
+    latent/slices_layout.cuh if it has teams, or RowsKernel.
 
     Attributes:
         columns: Query rows, heads times tokens, that attend in one pass.
@@ -34,6 +36,8 @@ class Plan(NamedTuple):
         tiles: Tiles that a team takes at once.
         held: Blocks of eight columns whose queries a team has in registers.
         is_bulk: Whether a team's copies are bulk copies.
+        by_rows: Whether query rows are rows of warpgroups' products. Fields between
+            ``time`` and this one then have no meaning.
 
     """
 
@@ -46,6 +50,7 @@ class Plan(NamedTuple):
     tiles: int = 1
     held: int = 0
     is_bulk: bool = True
+    by_rows: bool = False
 
     def runs_on(self, capability: int) -> bool:
         """Whether GPUs of a compute capability have its instructions."""
@@ -64,6 +69,11 @@ WARPGROUPS = (
     Plan(48, 2, 295, is_early=True, shares=True),
     Plan(64, 2, 386, is_early=True, shares=True),
 )
+# Not timed: the estimate of its products and its shared memory, and the head size and
+# the number of rows that it serves from.
+ROWS = (Plan(64, 2, 190, by_rows=True),)
+ROWS_HEAD_SIZE = 576
+MIN_ROWS = 33
 # As many teams as registers allow. All GPUs have the shared memory that they take:
 # kLeastSharedBytes of latent/slices_layout.cuh.
 SLICES = (
@@ -79,16 +89,26 @@ COPYING_SLICES = tuple(
 )
 
 
-def plans_of(capability: int) -> tuple[Plan, ...]:
-    """The plans that serve on GPUs of a compute capability from 80 on, such as 90."""
+def plans_of(capability: int, head_size: int = ROWS_HEAD_SIZE) -> tuple[Plan, ...]:
+    """The plans that serve a size of a latent and its rotary key.
+
+    Args:
+        capability: The GPU's compute capability, from 80 on, such as 90.
+        head_size: The size.
+
+    """
     if capability == _WARPGROUP_CAPABILITY:
         # Eight columns leave a product of warpgroups mostly idle. Tuning: us of slices
         # / warpgroups, eight rows, an H100, 2026-11, `benchmark_turbo_mla.py --arms
         # turbo4 turbo4_warpgroups`. 32 x 32768: 175 / 194. 128 x 4096: 99 / 110.
-        return SLICES[0], *WARPGROUPS
+        rows = ROWS if head_size == ROWS_HEAD_SIZE else ()
+        return SLICES[0], *WARPGROUPS, *rows
     return SLICES if capability >= _BULK_CAPABILITY else COPYING_SLICES
 
 
 def plan_for(num_rows: int, plans: Sequence[Plan]) -> Plan:
     """The plan that serves ``num_rows`` query rows of a sequence fastest."""
+    by_rows = [plan for plan in plans if plan.by_rows]
+    others = [plan for plan in plans if not plan.by_rows]
+    plans = by_rows if by_rows and (num_rows >= MIN_ROWS or not others) else others
     return min(plans, key=lambda plan: -(-num_rows // plan.columns) * plan.time)

@@ -127,24 +127,24 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t operand,
 // wgmma_registers: D = A B, or D += A B. A is in registers. B is contiguous
 //   along its depth, or with kByColumns along its columns.
 // wgmma_deep: the same with A in shared memory. A is contiguous along its
-//   depth, or with kByColumns along its rows.
-#define TURBO_WGMMA(columns, size, i, j, k, l, m, n, o)                     \
-  template <int kByColumns = 0>                                             \
-  __device__ __forceinline__ void wgmma_registers(                          \
-      float (&d)[size], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
-      uint64_t b, int adds) {                                               \
-    asm volatile(TURBO_PRODUCT(columns, size, n,                            \
-                               "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m \
-                               ", p, 1, 1, %" #o)                           \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds),   \
-                   "n"(kByColumns));                                        \
-  }                                                                         \
-  template <int kByColumns = 0>                                             \
-  __device__ __forceinline__ void wgmma_deep(float (&d)[size], uint64_t a,  \
-                                             uint64_t b, int adds) {        \
-    asm volatile(TURBO_PRODUCT(columns, size, k,                            \
-                               "%" #i ", %" #j ", p, 1, 1, %" #l ", %" #l)  \
-                 : "l"(a), "l"(b), "r"(adds), "n"(kByColumns));             \
+//   depth, or with kByRows along its rows.
+#define TURBO_WGMMA(columns, size, i, j, k, l, m, n, o)                       \
+  template <int kByColumns = 0>                                               \
+  __device__ __forceinline__ void wgmma_registers(                            \
+      float (&d)[size], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,   \
+      uint64_t b, int adds) {                                                 \
+    asm volatile(TURBO_PRODUCT(columns, size, n,                              \
+                               "{%" #i ", %" #j ", %" #k ", %" #l "}, %" #m   \
+                               ", p, 1, 1, %" #o)                             \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(adds),     \
+                   "n"(kByColumns));                                          \
+  }                                                                           \
+  template <int kByRows = 0, int kByColumns = kByRows>                        \
+  __device__ __forceinline__ void wgmma_deep(float (&d)[size], uint64_t a,    \
+                                             uint64_t b, int adds) {          \
+    asm volatile(TURBO_PRODUCT(columns, size, k,                              \
+                               "%" #i ", %" #j ", p, 1, 1, %" #l ", %" #m)    \
+                 : "l"(a), "l"(b), "r"(adds), "n"(kByRows), "n"(kByColumns)); \
   }
 TURBO_WGMMA(8, 4, 4, 5, 6, 7, 8, 9, 10)
 TURBO_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)

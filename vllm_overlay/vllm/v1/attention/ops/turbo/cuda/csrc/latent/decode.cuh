@@ -10,7 +10,7 @@ namespace turbo {
 
 // Attend to a range, which has segments of one or more sequences.
 //
-// kernel: see LatentKernel and SliceKernel.
+// kernel: see LatentKernel, SliceKernel and RowsProducer.
 template <typename Kernel>
 __device__ __forceinline__ void attend_range(Kernel& kernel,
                                              const LatentParams& p,
@@ -69,6 +69,19 @@ __device__ __forceinline__ void skip_empty(const LatentParams& p,
   }
 }
 
+// Attend to the ranges of the block.
+template <typename Kernel>
+__device__ __forceinline__ void attend_ranges(Kernel& kernel,
+                                              const LatentParams& p, int lane) {
+  constexpr int kColumns = Kernel::kColumns;
+  const int num_passes = (p.most_rows() + kColumns - 1) / kColumns;
+  const LatentPartition cut(p, num_passes, gridDim.x, lane);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < cut.num_ranges; index += gridDim.x)
+    attend_range(kernel, p, cut, num_passes, index);
+}
+
+// Kernel: with kHasRoles, its warps attend to ranges in their own ways.
 template <typename Kernel>
 __device__ __forceinline__ void latent_decode(const LatentParams& p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -77,12 +90,10 @@ __device__ __forceinline__ void latent_decode(const LatentParams& p) {
   Kernel kernel(shared_bytes, p, uniform(threadIdx.x / 32), lane);
   start_next_kernel();
   wait_for_previous_kernel();
-  constexpr int kColumns = Kernel::kColumns;
-  const int num_passes = (p.most_rows() + kColumns - 1) / kColumns;
-  const LatentPartition cut(p, num_passes, gridDim.x, lane);
-#pragma unroll 1
-  for (int index = blockIdx.x; index < cut.num_ranges; index += gridDim.x)
-    attend_range(kernel, p, cut, num_passes, index);
+  if constexpr (Kernel::kHasRoles)
+    kernel.attend_ranges(lane);
+  else
+    attend_ranges(kernel, p, lane);
   skip_empty(p, Kernel::kThreads);
 }
 

@@ -3,9 +3,10 @@
 //
 // The entry point of decode attention to latents and of the merge of its
 // partial results. A module has one instance of decode attention.
-// latent_decode.py defines LATENT_COLUMNS, LATENT_STAGES and LATENT_TEAMS. With
-// teams it defines LATENT_TILES, LATENT_HELD and LATENT_BULK, and without teams
-// LATENT_EARLY and LATENT_SHARES. It includes turbo_constants.h of the layout.
+// latent_decode.py defines LATENT_COLUMNS, LATENT_ROWS, LATENT_STAGES and
+// LATENT_TEAMS. With teams it defines LATENT_TILES, LATENT_HELD and
+// LATENT_BULK, and without teams LATENT_EARLY and LATENT_SHARES. It includes
+// turbo_constants.h of the layout.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -13,6 +14,9 @@
 #include "latent/decode.cuh"
 #include "latent/merge.cuh"
 #include "latent/pages.cuh"
+#if LATENT_ROWS
+  #include "latent/rows_kernel.cuh"
+#endif
 #include "latent/segment.cuh"
 #include "latent/slices_segment.cuh"
 
@@ -23,7 +27,10 @@ using turbo::LatentParams;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-#if LATENT_TEAMS
+#if LATENT_ROWS
+static_assert(LATENT_COLUMNS == turbo::RowsKernel::kColumns);
+using Kernel = turbo::RowsKernel;
+#elif LATENT_TEAMS
 using Kernel = turbo::SliceKernel<LATENT_COLUMNS, LATENT_TEAMS, LATENT_TILES,
                                   LATENT_STAGES, LATENT_HELD, LATENT_BULK>;
 #else

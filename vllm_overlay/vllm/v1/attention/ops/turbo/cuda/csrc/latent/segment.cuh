@@ -102,6 +102,7 @@ template <typename P>
 struct LatentKernel {
   using Plan = P;
   using Shared = LatentShared<Plan>;
+  static constexpr bool kHasRoles = false;
   static constexpr int kColumns = Plan::kColumns;
   static constexpr int kThreads = kBlockThreads;
 

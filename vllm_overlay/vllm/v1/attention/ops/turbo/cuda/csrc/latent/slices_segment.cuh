@@ -190,6 +190,7 @@ template <int columns, int teams, int tiles, int stages, int held, bool bulk>
 struct SliceKernel {
   using Plan = SlicePlan<columns, teams, tiles, stages, held, bulk>;
   using Shared = SliceShared<Plan>;
+  static constexpr bool kHasRoles = false;
   static constexpr int kColumns = columns;
   static constexpr int kThreads = teams * kTeamThreads;
   static_assert(sizeof(Shared) <= kLeastSharedBytes);
