@@ -69,11 +69,9 @@ WARPGROUPS = (
     Plan(48, 2, 295, is_early=True, shares=True),
     Plan(64, 2, 386, is_early=True, shares=True),
 )
-# Not timed: the estimate of its products and its shared memory, and the head size and
-# the number of rows that it serves from.
-ROWS = (Plan(64, 2, 190, by_rows=True),)
+# It takes as long for a few rows as for 64, because producers decode all tiles.
+ROWS = (Plan(64, 2, 330, by_rows=True),)
 ROWS_HEAD_SIZE = 576
-MIN_ROWS = 33
 # As many teams as registers allow. All GPUs have the shared memory that they take:
 # kLeastSharedBytes of latent/slices_layout.cuh.
 SLICES = (
@@ -108,7 +106,4 @@ def plans_of(capability: int, head_size: int = ROWS_HEAD_SIZE) -> tuple[Plan, ..
 
 def plan_for(num_rows: int, plans: Sequence[Plan]) -> Plan:
     """The plan that serves ``num_rows`` query rows of a sequence fastest."""
-    by_rows = [plan for plan in plans if plan.by_rows]
-    others = [plan for plan in plans if not plan.by_rows]
-    plans = by_rows if by_rows and (num_rows >= MIN_ROWS or not others) else others
     return min(plans, key=lambda plan: -(-num_rows // plan.columns) * plan.time)
