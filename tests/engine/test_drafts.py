@@ -231,6 +231,10 @@ def test_own_layer_of_a_hybrid(
         assert sum(num % STATE_BLOCK > 0 for num in cached) >= 2
 
 
+# Most tokens of their answers are likelier than others by more than rounding decides.
+SHARED_PROMPTS = [text(length, 100 + length) for length in map(len, PROMPTS)]
+
+
 class Shared(NamedTuple):
     """A target, and a drafter that reads its caches."""
 
@@ -257,7 +261,7 @@ def shared_answers(
 ) -> dict[str, Any]:
     args = drafter("mtp", shared.drafter) | args
     name = f"shared-{name}-{runner}"
-    return answers(jobs, name, runner, args, PROMPTS, shared.target, **options)
+    return answers(jobs, name, runner, args, SHARED_PROMPTS, shared.target, **options)
 
 
 SHARED_CASES = {
@@ -278,9 +282,10 @@ def test_a_drafter_that_reads_the_targets_caches(
     args = SHARED_CASES[case]
     plain = f"undrafted-shared-{runner}-{case == 'raw'}"
     settings = {} if case == "cached" else args
-    plain = answers(jobs, plain, runner, settings, PROMPTS, shared.target)
+    plain = answers(jobs, plain, runner, settings, SHARED_PROMPTS, shared.target)
     result = shared_answers(jobs, shared, case, runner, args)
-    assert result["drafted"] > result["accepted"] > 2 / 3 * result["drafted"]
+    # Half of the drafts or more, by prompts and caches, vLLM's own among them.
+    assert result["drafted"] > result["accepted"] > 1 / 3 * result["drafted"]
     assert_tokens(plain, result, runner)
     # It takes no blocks of its own.
     assert result["num_blocks"] == plain["num_blocks"]
@@ -288,7 +293,7 @@ def test_a_drafter_that_reads_the_targets_caches(
     page = BLOCK * SLOT_BYTES["turbo4"]
     assert set(map(tuple, result["pages"].values())) == {(page, False)}
     log = (jobs.folder / f"shared-{case}-{runner}" / "log").read_text()
-    (line,) = (line for line in log.splitlines() if "KV cache turbo4:" in line)
+    (line,) = (line for line in log.splitlines() if "bytes a token and layer" in line)
     assert line.endswith("; 4 more read caches of these.")
     if case == "cached":
         warm = requests_of(result, "warm")
