@@ -304,5 +304,5 @@ def test_what_can_have_no_window_is_measured(
     report = check_model.check(checks, check_model.arms_of(["turbo4"]))
     _, row = report["arms"]
     assert row["window_layers"] == 0 and row["capacity"] > 3
-    assert "`turbo4`: no recent window" in markdown(report)
+    assert "- `turbo4`: this engine cannot have a recent window;" in markdown(report)
     assert report["advice"].startswith("turbo4: ")
