@@ -284,8 +284,7 @@ def test_a_drafter_that_reads_the_targets_caches(
     settings = {} if case == "cached" else args
     plain = answers(jobs, plain, runner, settings, SHARED_PROMPTS, shared.target)
     result = shared_answers(jobs, shared, case, runner, args)
-    # Half of the drafts or more, by prompts and caches, vLLM's own among them.
-    assert result["drafted"] > result["accepted"] > 1 / 3 * result["drafted"]
+    assert result["drafted"] > result["accepted"] > 2 / 3 * result["drafted"]
     assert_tokens(plain, result, runner)
     # It takes no blocks of its own.
     assert result["num_blocks"] == plain["num_blocks"]

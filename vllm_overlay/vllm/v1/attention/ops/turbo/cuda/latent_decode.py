@@ -128,6 +128,7 @@ def num_decode_splits(
     num_seqs = max(1, num_seqs)
     num_rows = num_heads * query_len
     if plans is None:
+        # The kernel keeps to the number. Other sizes may take fewer.
         plans = plans_on(0, ROWS_HEAD_SIZE)
     plan = plan_for(num_rows, plans)
     passes = -(-num_rows // plan.columns)

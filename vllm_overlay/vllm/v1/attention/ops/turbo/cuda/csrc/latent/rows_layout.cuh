@@ -47,9 +47,9 @@ struct alignas(1024) RowsShared {
   int is_raised[kRowStages];
   // Segments that producers announce to consumers. A last one has no sequence.
   LatentSegment segments[kRowStages];
-  // Whether a stage has been decoded, and whether it has been read.
+  // A stage is full when it has been decoded, and free when it has been read.
   uint64_t full[kRowStages], free[kRowStages];
-  // Whether a segment has been announced, and whether it has been attended to.
+  // Producers announce a segment, and consumers are done with it.
   uint64_t announced[kRowStages], done[kRowStages];
 };
 static_assert(sizeof(RowsShared) <= 227 << 10);
