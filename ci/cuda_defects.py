@@ -127,10 +127,18 @@ DEFECTS = {
     # Earlier results are compared to scores without the change of offset.
     "decode-offset": Defect(
         "decode/segment.cuh",
-        "shift(acc[m], {before.x - after.x, before.y - after.y});",
-        "",
+        "if (own != next) {",
+        "if (!goes_on) {",
         f"{FEATURES}splits",
         "offset and not extend_mma",
+    ),
+    # Results of ranges are joined by scores without their offsets.
+    "decode-last-offset": Defect(
+        "decode/segment.cuh",
+        "if (own != next) {",
+        "if (own != next && goes_on) {",
+        f"{FEATURES}offsets",
+        "decode and not wgmma and near",
     ),
     "extend-mma-offset": Defect(
         "extend_mma/offset_rows.cuh",
@@ -159,10 +167,18 @@ DEFECTS = {
     # The first token's score has the offset of its neighbours.
     "decode-first": Defect(
         "decode/values.cuh",
-        "score += visible.first_tokens[2 * t + i].gain;",
+        "score += visible.gains[2 * t + i];",
         ";",
         f"{FEATURES}offsets",
         "decode and not wgmma and 2-offsets",
+    ),
+    # The first token in a window has the gain of the sequence's first token.
+    "decode-first-in-window": Defect(
+        "decode/offset.cuh",
+        "own % kLanes == 0 && limits[column].first == -end",
+        "own % kLanes == 0",
+        f"{FEATURES}first_token",
+        "decode and not wgmma and 17-1",
     ),
     "extend-mma-first": Defect(
         "extend_mma/offset_rows.cuh",
@@ -246,7 +262,7 @@ DEFECTS = {
     # The sum includes values of tiles that are not read.
     "decode-unseen": Defect(
         "decode/segment.cuh",
-        "clear_unseen(tiles + offset, lane);",
+        "clear_unseen(tiles, lane);",
         ";",
         f"{FEATURES}pairs",
         "offset and window and turbo4 and not extend_mma",

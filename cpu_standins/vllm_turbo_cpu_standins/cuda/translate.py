@@ -16,6 +16,7 @@ INSTRUCTIONS = {
     "@is_copied cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16; }": (
         "copy_async_16_if"
     ),
+    "prefetch.global.L2 [%0];": "nothing",
     "cp.async.commit_group;": "commit_group",
     "cp.async.wait_group %0;": "wait_group",
     "griddepcontrol.launch_dependents;": "launch_dependents",

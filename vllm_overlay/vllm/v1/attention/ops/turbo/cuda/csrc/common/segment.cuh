@@ -83,6 +83,12 @@ struct TileCopies {
     count = (segment.last_tile - first + stride - 1) / stride;
   }
 
+  // The steps from a tile of the warp's up to `last` (exclusive), a later one.
+  // A stride is a power of two.
+  __device__ __forceinline__ int steps_before(int last, int tile) const {
+    return ((last - 1 - tile) >> (__ffs(stride) - 1)) + 1;
+  }
+
   // The byte of a tile at which the lane's copies begin.
   __device__ __forceinline__ int own_byte() const {
     return (share_of_warp() * kHalf + lane % kHalf) * kChunk;

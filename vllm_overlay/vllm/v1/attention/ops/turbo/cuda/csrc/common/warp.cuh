@@ -46,6 +46,11 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Copy 32 bytes from memory to L2, without waiting.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // Let the next kernel of the stream begin while this one runs, if it was
 // launched to do so.
 __device__ __forceinline__ void start_next_kernel() {

@@ -5,9 +5,9 @@
 // the partial result.
 #pragma once
 
-#include "common/offset.cuh"
 #include "common/segment.cuh"
 #include "decode/keys.cuh"
+#include "decode/offset.cuh"
 #include "decode/partition.cuh"
 #include "decode/values.cuh"
 
@@ -42,14 +42,13 @@ struct alignas(128) DecodeShared {
   } warps[kWarps / kTileWarps];
   KeptQueries<kQueries> queries[kWarps];
   float reference[kWarps][kTotalColumns];
+  // While a warp attends to tiles, with KEY_OFFSET, it has the gains of Visible
+  // here.
   float sum[kWarps][kTotalColumns];
   // The queries of columns in the sequence, or -1.
   int rows[kWarps][kTotalColumns];
   TokenLimits limits[kWarps][kTotalColumns];  // tokens that columns see
   KeyScales<kPaired<kQueries>> key_scales[kWarps];
-  // q.m, which is missing in the scores behind the references: see offset.cuh.
-  float missing[KEY_OFFSET ? kWarps : 1][kTotalColumns];
-  FirstToken first_tokens[KEY_OFFSET ? kWarps : 1][kTotalColumns];
   SharedScores scores[kTileWarps > 1 ? kWarps / kTileWarps : 1];
 };
 
@@ -68,49 +67,15 @@ __device__ __forceinline__ void note_columns(
     shared.rows[warp][lane] = token < query_len ? row : -1;
     const int end = min(segment.num_tokens, segment.last_tile * TILE_TOKENS);
     const int hidden = p.with_raw ? 0 : query_len - 1 - token;
-    shared.limits[warp][lane] = {p.first_seen(segment.seq, token) - end,
-                                 min(segment.num_tokens - hidden - end, 0)};
+    int first = p.first_seen(segment.seq, token);
     if constexpr (KEY_OFFSET != 0) {
-      shared.missing[warp][lane] = 0.0f;
-      shared.first_tokens[warp][lane].place = -end;
+      first = max(first, 0);
+      shared.sum[warp][lane] = 0.0f;
     }
+    shared.limits[warp][lane] = {first - end,
+                                 min(segment.num_tokens - hidden - end, 0)};
   }
   __syncwarp();
-}
-
-// Make the references those of scores that lack less, by `less`.
-__device__ __forceinline__ void shift(DecodeAccumulator& acc, float2 less) {
-  // A column that has seen no token keeps kNoReference, even if its query is
-  // NaN.
-  if (acc.reference[0] != kNoReference) acc.reference[0] += less.x;
-  if (acc.reference[1] != kNoReference) acc.reference[1] += less.y;
-}
-
-// Adapt a warp's references to tiles with another offset of K.
-template <int kQueries, int kWarps>
-__device__ __forceinline__ void change_offset(
-    DecodeShared<kQueries, kWarps>& shared,
-    DecodeAccumulator (&acc)[kColumnTiles<kQueries>], const AttentionParams& p,
-    const Segment& segment, int offset, int lane) {
-  const int warp = threadIdx.x / 32;
-#pragma unroll
-  for (int m = 0; m < kColumnTiles<kQueries>; ++m) {
-    const int first = kColumns * m;
-    const int column = first + lane / 4;
-    const OffsetScores scores =
-        offset_scores(p, segment.seq, segment.kv_head, offset,
-                      shared.rows[warp][column], lane);
-    auto* missing = reinterpret_cast<float2*>(shared.missing[warp] + first);
-    const float2 before = missing[lane % 4];
-    __syncwarp();
-    if (lane % 4 == 0) {
-      shared.missing[warp][column] = scores.score;
-      shared.first_tokens[warp][column].gain = scores.first_gain;
-    }
-    __syncwarp();
-    const float2 after = missing[lane % 4];
-    shift(acc[m], {before.x - after.x, before.y - after.y});
-  }
 }
 
 // Leave the results of eight columns, from first_column on, to the team.
@@ -120,10 +85,6 @@ __device__ __forceinline__ void leave_results(
     int first_column) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
-  if constexpr (KEY_OFFSET != 0) {
-    const float* missing = shared.missing[warp] + first_column;
-    shift(acc, reinterpret_cast<const float2*>(missing)[t]);
-  }
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int column = first_column + 2 * t + c;
@@ -315,6 +276,8 @@ __device__ __forceinline__ void attend_segment(
   TileCopies copies(p, segment, tiles, team.index() / kTileWarps,
                     team.size / kTileWarps, lane);
   copies.issue(0, 0);
+  if constexpr (KEY_OFFSET != 0)
+    prefetch_offsets(p, segment, copies.first, lane);
 
   note_columns(shared, p, segment, lane);
   constexpr int kAcross = kColumnTiles<kQueries>;
@@ -333,22 +296,23 @@ __device__ __forceinline__ void attend_segment(
 
   const KeyCodes codes(lane);
   uint32_t offset = 0;
-  int changing_tile = 0;  // the next one that changes the offset of K
   int num_tokens = min(segment.num_tokens, segment.last_tile * TILE_TOKENS) -
                    copies.first * TILE_TOKENS;
+  if constexpr (KEY_OFFSET != 0) {
+    if (copies.first == 0) {
+      write_gains<kQueries>(shared.sum[warp], p, segment, shared.rows[warp],
+                            shared.limits[warp], num_tokens, lane);
+    }
+    if (copies.first < segment.first_seen_tile) clear_unseen(tiles, lane);
+  }
 #pragma unroll 1
   for (int first = 0, num_steps; first < copies.count; first += num_steps) {
     copies.load_addresses(first + 1);
     num_steps = min(TileCopies::kSteps, copies.count - first);
     if constexpr (KEY_OFFSET != 0) {
       const int tile = copies.first + first * copies.stride;
-      if (tile >= changing_tile) {
-        change_offset(shared, acc, p, segment, offset_of_tile(p, tile), lane);
-        changing_tile = next_offset_tile(p, tile);
-        if (tile < segment.first_seen_tile) clear_unseen(tiles + offset, lane);
-      }
-      const int last_step = (changing_tile - 1 - tile) / copies.stride;
-      num_steps = min(num_steps, last_step + 1);
+      num_steps =
+          min(num_steps, copies.steps_before(next_offset_tile(p, tile), tile));
     }
 #pragma unroll 1
     for (int i = 0; i < num_steps; ++i) {
@@ -361,12 +325,27 @@ __device__ __forceinline__ void attend_segment(
       if constexpr (kAcross == 1)
         queries[0].recall(shared.queries[warp][0], lane);
       const Visible visible = {num_tokens, p.most_hidden, shared.limits[warp],
-                               shared.first_tokens[KEY_OFFSET ? warp : 0]};
+                               shared.sum[warp]};
       attend_tiles(acc, tiles + offset, shared.key_scales[warp], codes,
                    shared.scores[tile_index], queries, shared.queries[warp],
                    visible, p.soft_cap, lane);
       offset = kPairBytes - offset;
       num_tokens -= copies.stride * TILE_TOKENS;
+    }
+    if constexpr (KEY_OFFSET != 0) {
+      // The rows of the offsets of these steps and of the next ones. They are
+      // computed here again, so that they take no registers in the loop.
+      const int tile = copies.first + of_turn(first) * copies.stride;
+      const int next_tile = tile + num_steps * copies.stride;
+      const bool goes_on = first + num_steps < copies.count;
+      const int last_row = of_turn(p.num_offsets) - 1;
+      const int own = min(tile / kOffsetTiles + 1, last_row);
+      const int next =
+          goes_on ? min(next_tile / kOffsetTiles + 1, last_row) : kNoOffset;
+      if (own != next) {
+        change_offset<kQueries>(acc, p, segment, shared.rows[warp], own, next,
+                                lane);
+      }
     }
   }
   write_partial(shared, acc, p, segment, team);

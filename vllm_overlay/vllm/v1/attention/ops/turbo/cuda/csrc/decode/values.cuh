@@ -57,17 +57,10 @@ __device__ __forceinline__ void raise(DecodeAccumulator& acc,
 }
 
 // Tokens that a column sees, relative to the end of the segment's tokens: from
-// first to last (exclusive). last is zero or less.
+// first to last (exclusive). last is zero or less. With KEY_OFFSET first is
+// a token of the sequence.
 struct TokenLimits {
   int first, last;
-};
-
-// The sequence's first token, relative to the end of the segment's tokens, and
-// by how much a column's score of it lacks more than those of its tile: see
-// offset.cuh.
-struct FirstToken {
-  int place;
-  float gain;
 };
 
 // The visible tokens of tiles. There are num_tokens, and a column does not see
@@ -77,11 +70,13 @@ struct FirstToken {
 struct Visible {
   int num_tokens;
   int most_hidden;
-  const TokenLimits* limits;       // per column
-  const FirstToken* first_tokens;  // per column, with KEY_OFFSET
+  const TokenLimits* limits;  // per column
+  // With KEY_OFFSET: by how much a column's score of its first token lacks more
+  // than those of the token's tile.
+  const float* gains;
 
   __device__ __forceinline__ Visible of_columns(int first) const {
-    return {num_tokens, most_hidden, limits + first, first_tokens + first};
+    return {num_tokens, most_hidden, limits + first, gains + first};
   }
 };
 
@@ -142,8 +137,8 @@ __device__ __forceinline__ void weigh(uint32_t (&weights)[kTiles][2],
       float score = own[i] * factor[i % 2];
       // No later number is of a pair's first token.
       if constexpr (KEY_OFFSET != 0) {
-        if (i < 2 && token == visible.first_tokens[2 * t + i].place)
-          score += visible.first_tokens[2 * t + i].gain;
+        if (i < 2 && token == limits[i % 2].first)
+          score += visible.gains[2 * t + i];
       }
       own[i] = is_seen ? score : -INFINITY;
     }
