@@ -70,6 +70,7 @@ INSTRUCTIONS |= {
     "@!is_done bra again; }": "mbarrier_wait",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[%0], [%1], %2, [%3];": "bulk_copy",
+    "cp.async.bulk.prefetch.L2.global [%0], %1;": "bulk_prefetch",
     "bar.arrive %0, %1;": "bar_arrive",
     "{ .reg .pred is_any, is_own; setp.ne.s32 is_own, %3, 0; "
     "bar.red.or.pred is_any, %1, %2, is_own; selp.s32 %0, 1, 0, is_any; }": "bar_or",

@@ -207,16 +207,20 @@ void wait_barrier(const Site& site, uint32_t address, int parity) {
   see(barrier_at(site, address).passed);
 }
 
-void copy_bulk(const Site& site, uint32_t target, const void* source, int bytes,
-               uint32_t barrier) {
+void read_bulk(const Site& site, const void* source, int bytes) {
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0)
     fail(site, "copies what is no multiple of 16 bytes");
-  uint8_t* place = shared_pointer(site, target, 16);
   for (int i = 0; i < bytes; i += 16) {
     check({.p = static_cast<const uint8_t*>(source) + i,
            .bytes = 16,
            .writes = false});
   }
+}
+
+void copy_bulk(const Site& site, uint32_t target, const void* source, int bytes,
+               uint32_t barrier) {
+  read_bulk(site, source, bytes);
+  uint8_t* place = shared_pointer(site, target, 16);
   std::memcpy(place, source, bytes);
   barrier_at(site, barrier).bytes -= bytes;
   end_phase_if_complete(barrier);

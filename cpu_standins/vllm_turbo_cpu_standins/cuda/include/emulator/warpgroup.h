@@ -17,6 +17,8 @@ void init_barrier(const Site& site, uint32_t address, int arrivals);
 void expect_bytes(const Site& site, uint32_t address, int bytes);
 // Wait for the end of the phase of a parity.
 void wait_barrier(const Site& site, uint32_t address, int parity);
+// Check what a bulk copy or prefetch reads.
+void read_bulk(const Site& site, const void* source, int bytes);
 void copy_bulk(const Site& site, uint32_t target, const void* source, int bytes,
                uint32_t barrier);
 
@@ -61,6 +63,10 @@ inline void mbarrier_wait(const Site& site, uint32_t address, int parity) {
 inline void bulk_copy(const Site& site, uint32_t target, const void* source,
                       int bytes, uint32_t barrier) {
   copy_bulk(site, target, source, bytes, barrier);
+}
+
+inline void bulk_prefetch(const Site& site, const void* source, int bytes) {
+  read_bulk(site, source, bytes);
 }
 
 inline void bar_arrive(const Site& site, unsigned barrier, unsigned count) {

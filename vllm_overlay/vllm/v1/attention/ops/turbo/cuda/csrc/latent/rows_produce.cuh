@@ -173,6 +173,11 @@ struct RowsProducer {
     for (int step = s.first_step; step < s.last_step; ++step) {
       const uint32_t target = shared_address(shared.tiles[stage.index]) +
                               warp * (TILE_TOKENS * kPlaceBytes);
+      // Its loads are asked for when this tile has been stored.
+      if (walk.has_next()) {
+        const uint8_t* tile = walk.next();
+        if (lane == 0) prefetch_bulk(tile, TILE_BYTES);
+      }
       decode_rows(taken, target, [&] {
         wait_for(shared.free[stage.index], stage.parity ^ 1);
       });
