@@ -20,8 +20,9 @@ bf16 and bf16_flashmla are FLASH_ATTN_MLA and FLASHMLA, fp8 is FLASHMLA, and the
 which are CUDA's if these can be built; their ``_triton`` arms always run Triton's.
 turbo4_slices attends with the CUDA kernels of compute capability 10.0 and 12.0, and
 turbo4_slices_8x with those of 8.0 to 8.9, which also run on later GPUs.
-turbo4_warpgroups attends with Hopper's products of warpgroups, even with eight rows. An
-arm that cannot run here ends as a row with its error.
+turbo4_warpgroups attends with Hopper's products of warpgroups whose columns are query
+rows, whatever their number, and turbo4_rows with those whose rows they are. An arm that
+cannot run here ends as a row with its error.
 """
 
 import argparse

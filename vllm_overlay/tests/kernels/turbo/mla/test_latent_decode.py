@@ -59,7 +59,7 @@ from .latent_utils import (
 
 REFERENCE = Kernel("reference", latent_reference.decode_attention, None, marks=())
 # A plan whose teams take tiles in pairs.
-PAIRS = by_plan(Plan(8, 2, 0, teams=2, tiles=2, held=1, is_bulk=False))
+PAIRS = by_plan(Plan(8, 0, teams=2, stages=2, tiles=2, held=1, is_bulk=False))
 # Query tokens of each sequence.
 MANY = [4, 1, 3, 2, 4, 1, 1, 1]
 SMALL = LatentFormat.from_cache_dtype("turbo4", 320)

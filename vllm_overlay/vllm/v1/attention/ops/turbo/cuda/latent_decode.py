@@ -92,8 +92,6 @@ LATENT_DECODE = Family[LatentFormat, Plan](
         "LATENT_COLUMNS": plan.columns,
         "LATENT_ROWS": plan.by_rows,
         "LATENT_STAGES": plan.stages,
-        "LATENT_EARLY": plan.is_early,
-        "LATENT_SHARES": plan.shares,
         "LATENT_TEAMS": plan.teams,
         "LATENT_TILES": plan.tiles,
         "LATENT_HELD": plan.held,
@@ -128,7 +126,6 @@ def num_decode_splits(
     num_seqs = max(1, num_seqs)
     num_rows = num_heads * query_len
     if plans is None:
-        # The kernel keeps to the number. Other sizes may take fewer.
         plans = plans_on(0, ROWS_HEAD_SIZE)
     plan = plan_for(num_rows, plans)
     passes = -(-num_rows // plan.columns)

@@ -10,7 +10,7 @@ namespace turbo {
 
 // Attend to a range, which has segments of one or more sequences.
 //
-// kernel: see LatentKernel, SliceKernel and RowsProducer.
+// kernel: see SliceKernel, ColumnsProducer and RowsProducer.
 template <typename Kernel>
 __device__ __forceinline__ void attend_range(Kernel& kernel,
                                              const LatentParams& p,

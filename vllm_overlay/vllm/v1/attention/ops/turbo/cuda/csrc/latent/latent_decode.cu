@@ -5,8 +5,7 @@
 // partial results. A module has one instance of decode attention.
 // latent_decode.py defines LATENT_COLUMNS, LATENT_ROWS, LATENT_STAGES and
 // LATENT_TEAMS. With teams it defines LATENT_TILES, LATENT_HELD and
-// LATENT_BULK, and without teams LATENT_EARLY and LATENT_SHARES. It includes
-// turbo_constants.h of the layout.
+// LATENT_BULK. It includes turbo_constants.h of the layout.
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
@@ -14,11 +13,13 @@
 #include "latent/decode.cuh"
 #include "latent/merge.cuh"
 #include "latent/pages.cuh"
-#if LATENT_ROWS
+#if LATENT_TEAMS
+  #include "latent/slices_segment.cuh"
+#elif LATENT_ROWS
   #include "latent/rows_kernel.cuh"
+#else
+  #include "latent/columns_kernel.cuh"
 #endif
-#include "latent/segment.cuh"
-#include "latent/slices_segment.cuh"
 
 namespace {
 
@@ -27,16 +28,14 @@ using turbo::LatentParams;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-#if LATENT_ROWS
-static_assert(LATENT_COLUMNS == turbo::RowsKernel::kColumns);
-using Kernel = turbo::RowsKernel;
-#elif LATENT_TEAMS
+#if LATENT_TEAMS
 using Kernel = turbo::SliceKernel<LATENT_COLUMNS, LATENT_TEAMS, LATENT_TILES,
                                   LATENT_STAGES, LATENT_HELD, LATENT_BULK>;
+#elif LATENT_ROWS
+static_assert(LATENT_COLUMNS == turbo::RowsKernel::kColumns);
+using Kernel = turbo::RowsKernel;
 #else
-using Plan = turbo::LatentPlan<LATENT_COLUMNS, LATENT_STAGES, LATENT_EARLY,
-                               LATENT_SHARES>;
-using Kernel = turbo::LatentKernel<Plan>;
+using Kernel = turbo::ColumnsKernel<LATENT_COLUMNS>;
 #endif
 struct Decode {
   static constexpr size_t kSharedBytes = sizeof(Kernel::Shared);

@@ -198,16 +198,8 @@ struct RowsConsumer {
 
   // Attend to all segments that are announced.
   __device__ __forceinline__ void attend_all(const LatentParams& p) {
-    Stage<kRowStages> next;
-#pragma unroll 1
-    while (true) {
-      wait_for(shared.announced[next.index], next.parity);
-      const LatentSegment& s = shared.segments[next.index];
-      if (uniform(s.seq) < 0) break;
-      attend(p, s);
-      arrive_warp(shared.done[next.index], own.lane);
-      next.advance();
-    }
+    shared.for_announced(own.lane,
+                         [&](const LatentSegment& s) { attend(p, s); });
   }
 };
 

@@ -28,17 +28,7 @@ struct RowsKernel {
   __device__ __forceinline__ RowsKernel(uint8_t* bytes, const LatentParams& p,
                                         int block_warp, int)
       : shared(*reinterpret_cast<Shared*>(bytes)), p(p), warp(block_warp) {
-    if (threadIdx.x == 0) {
-#pragma unroll
-      for (int i = 0; i < kRowStages; ++i) {
-        init_barrier(shared_address(&shared.full[i]), kProducerWarps);
-        init_barrier(shared_address(&shared.free[i]), kConsumerWarps);
-        init_barrier(shared_address(&shared.announced[i]), 1);
-        init_barrier(shared_address(&shared.done[i]), kConsumerWarps);
-      }
-      fence_barrier_init();
-    }
-    __syncthreads();
+    shared.begin(kProducerWarps, kConsumerWarps);
   }
 
   // Do the warp's part of the block's ranges.
@@ -51,7 +41,7 @@ struct RowsKernel {
       give_registers<kProducerRegisters>();
       RowsProducer producer(shared, warp - kConsumerWarps, p);
       turbo::attend_ranges(producer, p, lane);
-      producer.end();
+      producer.announcer.end(producer.warp);
     }
   }
 };

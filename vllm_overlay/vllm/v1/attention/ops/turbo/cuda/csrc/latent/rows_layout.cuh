@@ -5,8 +5,7 @@
 // for many query rows, which are the rows of the tensor core's products.
 #pragma once
 
-#include "extend_mma/stages.cuh"
-#include "latent/layout.cuh"
+#include "latent/decoded.cuh"
 
 namespace turbo {
 
@@ -21,36 +20,21 @@ constexpr int kProducerWarps = 4;  // one for each tile of a step
 // Registers of a lane. The sum over three warpgroups is what a block has.
 constexpr int kConsumerRegisters = 192;
 constexpr int kProducerRegisters = 120;
-// Operands are blocks of rows of 128 bytes, which have 64 places of the depth.
-// Rows are query rows, or tokens of a step. Their 16-byte chunks are swizzled.
-constexpr int kPlaceBytes = 128;
-constexpr int kOperandBytes = kPlaceBytes * 64;
-constexpr int kOperandBlocks = kSteps / 4;
 // Blocks of a latent that a consumer adds up.
 constexpr int kOwnBlocks = LATENT_RANK / 64 / kConsumers;
-// Steps that are decoded. Each consumer has the scores of one.
+// Each consumer has the scores of a stage.
 constexpr int kRowStages = kConsumers;
-static_assert(kStepTokens == 64 && kSteps % 4 == 0);
-// The layout of an operand, of which eight rows are 1024 bytes.
-constexpr uint32_t kRowsLayout = wgmma_layout<1>(8 * kPlaceBytes);
 
-struct alignas(1024) RowsShared {
+struct alignas(1024) RowsShared : DecodedSteps<kRowStages, kOperandBlocks> {
   static constexpr int kColumns = kRowsOfBlock;
   static constexpr int kSets = 1, kWarps = kConsumerWarps;
   uint8_t query[kOperandBlocks][kOperandBytes];
-  uint8_t tiles[kRowStages][kOperandBlocks][kOperandBytes];
   uint8_t weights[kOperandBytes];  // rows by tokens of a step
   // Per pair of rows: the factors of scores, then the references.
   float4 scaling[kSets][kRowsOfBlock / 2];
   float sums[kConsumers][kRowsOfBlock];
   int limits[kRowsOfBlock];  // tokens that rows see
   int is_raised[kRowStages];
-  // Segments that producers announce to consumers. A last one has no sequence.
-  LatentSegment segments[kRowStages];
-  // A stage is full when it has been decoded, and free when it has been read.
-  uint64_t full[kRowStages], free[kRowStages];
-  // Producers announce a segment, and consumers are done with it.
-  uint64_t announced[kRowStages], done[kRowStages];
 };
 static_assert(sizeof(RowsShared) <= 227 << 10);
 
@@ -59,13 +43,9 @@ __device__ __forceinline__ float& reference_of(RowsShared& shared, int row) {
   return reinterpret_cast<float*>(&shared.scaling[0][row / 2])[2 + row % 2];
 }
 
-// The place of a row's coordinate and the next: see load_queries.
 __device__ __forceinline__ __half2& query_pair(RowsShared& shared, int row,
                                                const DepthPlace& at) {
-  const int chunk = at.step % 4 * 2 + at.place / 8;
-  return *reinterpret_cast<__half2*>(shared.query[at.step / 4] +
-                                     row * kPlaceBytes +
-                                     (chunk ^ row % 8) * 16 + at.place % 8 * 2);
+  return swizzled_pair(shared.query[at.step / 4], row, at);
 }
 
 // The running result of a consumer, over all tokens and half of the

@@ -9,53 +9,8 @@
 
 namespace turbo {
 
-struct DecodedPlan {
-  static constexpr int kRuns = LATENT_RANK / 128;
-  static constexpr int kRopeSteps = ROPE_SIZE / 16;
-};
-
-// The tiles of a segment that a warp decodes, in order.
-struct TileWalk {
-  const LatentParams& p;
-  const int* table = nullptr;
-  int next_tile = 0, last_tile = 0;
-  // The next tile's block of the sequence, and its place in the block.
-  int place = 0, in_block = 0;
-  int block = 0;  // that block in the cache, loaded early
-
-  __device__ __forceinline__ bool has_next() const {
-    return next_tile < last_tile;
-  }
-  __device__ __forceinline__ void ask() {
-    if (has_next()) block = __ldg(table + place);
-  }
-  __device__ __forceinline__ void begin(const LatentSegment& s, int warp) {
-    table = p.block_table + int64_t(s.seq) * p.stride_block_table;
-    next_tile = s.first_step * kProducerWarps + warp;
-    last_tile = min(s.last_step * kProducerWarps,
-                    (s.num_tokens + TILE_TOKENS - 1) / TILE_TOKENS);
-    place = next_tile / p.tiles_per_block;
-    in_block = next_tile % p.tiles_per_block;
-    ask();
-  }
-  // The address of the next tile, if there is one.
-  __device__ __forceinline__ const uint8_t* next() const {
-    return p.kv_cache + int64_t(uniform(block)) * p.stride_cache_block +
-           in_block * TILE_BYTES;
-  }
-  __device__ __forceinline__ void advance() {
-    next_tile += kProducerWarps;
-    in_block += kProducerWarps;
-    while (in_block >= p.tiles_per_block) {
-      in_block -= p.tiles_per_block;
-      ++place;
-    }
-    ask();
-  }
-};
-
 // The words of a tile that a lane decodes. Row g of the tile is its token g.
-struct RowsTile : LaneTile<DecodedPlan> {
+struct RowsTile : LaneTile {
   // Load from a tile, of which num_tokens or more tokens exist. Others decode
   // to zeros, and with none there need not be a tile.
   __device__ __forceinline__ void ask(const uint8_t* tile, int num_tokens) {
@@ -67,12 +22,12 @@ struct RowsTile : LaneTile<DecodedPlan> {
     for (int r = 0; r < 2; ++r) {
       const int n = g + 8 * r;
 #pragma unroll
-      for (int j = 0; j < DecodedPlan::kRuns; ++j) scales[r][j] = 0;
+      for (int j = 0; j < LaneTile::kRuns; ++j) scales[r][j] = 0;
       rope_scales[r] = 0;
       if (n >= num_tokens) continue;
       const uint8_t* row = tile + n * kRowBytes + 16 * t;
 #pragma unroll
-      for (int j = 0; j < DecodedPlan::kRuns; ++j)
+      for (int j = 0; j < LaneTile::kRuns; ++j)
         codes[r][j] = load(row + 64 * j);
       const uint4 x = load(tile + ROPE_OFFSET + n * ROPE_SIZE + 16 * t);
       ropes[r][0] = x.x, ropes[r][1] = x.y;
@@ -86,16 +41,7 @@ struct RowsTile : LaneTile<DecodedPlan> {
     }
   }
 };
-static_assert(DecodedPlan::kRuns == 4 && DecodedPlan::kRopeSteps == 4);
-
-// Store a batch's four steps of the depth: see multiply_tile.
-__device__ __forceinline__ void store_batch(uint32_t target, uint32_t chunk,
-                                            const Fragments& f) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    store_matrices(target + (chunk ^ (32 * i)), f[4 * i], f[4 * i + 1],
-                   f[4 * i + 2], f[4 * i + 3]);
-}
+static_assert(LaneTile::kRuns == 4 && LaneTile::kRopeWords == 4);
 
 // Decode a tile to a stage.
 //
@@ -113,7 +59,7 @@ __device__ __forceinline__ void decode_rows(RowsTile& taken, uint32_t target,
   wait();
   store_batch(first + LATENT_RANK / 64 * kOperandBytes, chunk, fragments[1]);
 #pragma unroll
-  for (int j = 0; j < DecodedPlan::kRuns; ++j) {
+  for (int j = 0; j < LaneTile::kRuns; ++j) {
     const RunScales scales[2] = {scales_of(taken, 0, j),
                                  scales_of(taken, 1, j)};
 #pragma unroll
@@ -129,33 +75,19 @@ struct RowsProducer {
   static constexpr int kColumns = kRowsOfBlock;
   RowsShared& shared;
   int warp;  // among producers
-  TileWalk walk;
-  Stage<kRowStages> stage, announcement;
+  Announcer<RowsShared> announcer;
+  TileWalk<kStepTiles> walk;
+  Stage<kRowStages> stage;
 
   __device__ __forceinline__ RowsProducer(RowsShared& shared, int warp,
                                           const LatentParams& p)
-      : shared(shared), warp(warp), walk{p} {}
-
-  // Announce a segment to the consumers.
-  __device__ __forceinline__ void announce(const LatentSegment& s) {
-    if (warp != 0) return;
-    const int lane = threadIdx.x % 32, i = announcement.index;
-    wait_for(shared.done[i], announcement.parity ^ 1);
-    if (lane == 0) shared.segments[i] = s;
-    arrive_warp(shared.announced[i], lane);
-    announcement.advance();
-  }
-  __device__ __forceinline__ void end() {
-    LatentSegment none = {};
-    none.seq = -1;
-    announce(none);
-  }
+      : shared(shared), warp(warp), announcer{shared}, walk{p} {}
 
   __device__ __forceinline__ void attend(const LatentParams&,
                                          const LatentSegment& s) {
     const int lane = threadIdx.x % 32;
-    announce(s);
-    walk.begin(s, warp);
+    announcer.announce(s, warp);
+    walk.begin(s, s.first_step * kStepTiles + warp);
     RowsTile taken;
     // Have the next tile loaded from now on.
     const auto turn_to_next = [&] {

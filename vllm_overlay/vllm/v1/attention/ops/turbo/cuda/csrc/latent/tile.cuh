@@ -10,8 +10,8 @@
 // scale.
 #pragma once
 
+#include "common/bulk.cuh"
 #include "common/value_levels.cuh"
-#include "latent/plan.cuh"
 
 namespace turbo {
 
@@ -95,43 +95,33 @@ __device__ __forceinline__ void decode_rope(uint32_t (&values)[2],
   }
 }
 
-// The words and scales that a lane decodes of a tile, in its warpgroup's part
-// of the coordinates.
-template <typename Plan>
+// The words and scales that a lane decodes of a tile.
 struct LaneTile {
-  static constexpr int kRuns = Plan::kRuns;
-  static constexpr int kRopeWords = ROPE_SIZE ? Plan::kRopeSteps : 1;
+  static constexpr int kRuns = LATENT_RANK / 128;
+  static constexpr int kRopeWords = ROPE_SIZE ? ROPE_SIZE / 16 : 1;
 
-  const uint8_t* row[2];
   uint4 codes[2][kRuns];
   uint32_t scales[2][kRuns], ropes[2][kRopeWords], rope_scales[2];
 
-  __device__ __forceinline__ void load_codes(int run) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      codes[r][run] = *reinterpret_cast<const uint4*>(row[r] + 64 * run);
-  }
-
-  // Load the lane's part of a tile, or only the first run of its codes. Tokens
-  // from num_tokens on, which are missing, decode to zeros.
+  // Load the lane's part of a tile. Tokens from num_tokens on, which are
+  // missing, decode to zeros.
   __device__ __forceinline__ void load(const uint8_t* tile, int num_tokens,
-                                       const Place<Plan>& own) {
-    const int g = own.lane / 4, t = own.lane % 4, part = own.part();
+                                       int lane) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int n = token_of_row(g) + 4 * r;
-      row[r] = tile + (n / 8) * kSecondHalf + n % 8 * kRowBytes +
-               part * (64 * kRuns) + 16 * t;
+      const uint8_t* row =
+          tile + (n / 8) * kSecondHalf + n % 8 * kRowBytes + 16 * t;
       if constexpr (ROPE_SIZE != 0) {
-        load_words(ropes[r], tile + kRopes + n * ROPE_SIZE + 16 * t +
-                                 part * (4 * kRopeWords));
+        load_words(ropes[r], tile + kRopes + n * ROPE_SIZE + 16 * t);
         rope_scales[r] = tile[kRopeScales + n * (ROPE_SIZE / 16) + t];
       }
-      load_words(scales[r], tile + kLatentScales + n * (LATENT_RANK / 32) +
-                                part * (4 * kRuns));
-    }
+      load_words(scales[r], tile + kLatentScales + n * (LATENT_RANK / 32));
 #pragma unroll
-    for (int j = 0; j < (Plan::kEarly ? kRuns : 1); ++j) load_codes(j);
+      for (int j = 0; j < kRuns; ++j)
+        codes[r][j] = *reinterpret_cast<const uint4*>(row + 64 * j);
+    }
     if (num_tokens < TILE_TOKENS) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -161,11 +151,10 @@ struct LaneTile {
 // With a rope, the first batch is the rope's, which may be shorter.
 using Fragments = uint32_t[16];
 
-template <typename Plan>
 __device__ __forceinline__ void decode_ropes(Fragments& f,
-                                             const LaneTile<Plan>& taken) {
+                                             const LaneTile& taken) {
 #pragma unroll
-  for (int i = 0; i < Plan::kRopeSteps; ++i) {
+  for (int i = 0; i < ROPE_SIZE / 16; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint32_t x[2];
@@ -178,9 +167,8 @@ __device__ __forceinline__ void decode_ropes(Fragments& f,
 }
 
 // half: the half of a run's words, which have one scale.
-template <typename Plan>
 __device__ __forceinline__ void decode_words(Fragments& f,
-                                             const LaneTile<Plan>& taken,
+                                             const LaneTile& taken,
                                              const RunScales (&scales)[2],
                                              int run, int half) {
 #pragma unroll
@@ -199,17 +187,14 @@ __device__ __forceinline__ void decode_words(Fragments& f,
   }
 }
 
-template <typename Plan>
-__device__ __forceinline__ RunScales scales_of(const LaneTile<Plan>& taken,
+__device__ __forceinline__ RunScales scales_of(const LaneTile& taken,
                                                int row, int run) {
   return RunScales(taken.scales[row][run], 1 + 6 * (threadIdx.x % 4));
 }
 
-// Decode the first batches of a tile. The tensor core still adds the values of
-// the tile before it.
-template <typename Plan>
+// Decode the first batches of a tile.
 __device__ __forceinline__ void decode_first(Fragments (&fragments)[2],
-                                             const LaneTile<Plan>& taken) {
+                                             const LaneTile& taken) {
   if constexpr (ROPE_SIZE != 0) decode_ropes(fragments[1], taken);
   const RunScales scales[2] = {scales_of(taken, 0, 0), scales_of(taken, 1, 0)};
   decode_words(fragments[0], taken, scales, 0, 0);

@@ -5,17 +5,17 @@
 #pragma once
 
 #include "common/references.cuh"
-#include "latent/layout.cuh"
+#include "latent/columns_layout.cuh"
 
 namespace turbo {
 
 // Compute tokens' weights from scores less the references, and store them.
-template <typename Plan>
-__device__ __forceinline__ void weigh(float (&weights)[4 * Plan::kOwn],
-                                      const float (&exponents)[4 * Plan::kOwn],
+template <int kScores>
+__device__ __forceinline__ void weigh(float (&weights)[kScores],
+                                      const float (&exponents)[kScores],
                                       uint8_t* target) {
 #pragma unroll
-  for (int n = 0; n < Plan::kOwn; ++n) {
+  for (int n = 0; n < kScores / 4; ++n) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float* w = weights + 4 * n + 2 * r;
@@ -27,19 +27,20 @@ __device__ __forceinline__ void weigh(float (&weights)[4 * Plan::kOwn],
   }
 }
 
-// Raise the references to the largest scores that are seen, for warpgroups with
-// the same tokens, and rescale the running sums. The scores become exponents.
-template <typename Plan>
-__device__ __forceinline__ void raise(LatentShared<Plan>& shared,
-                                      LatentAccumulator<Plan>& acc,
-                                      float (&scores)[4 * Plan::kOwn],
-                                      int first_token, const Place<Plan>& own) {
+// Raise the references to the largest scores that are seen, and rescale the
+// running sums. The scores become exponents.
+template <int columns>
+__device__ __forceinline__ void raise(ColumnsShared<columns>& shared,
+                                      ColumnsAccumulator<columns>& acc,
+                                      float (&scores)[columns / 2],
+                                      int first_token,
+                                      const ColumnsPlace& own) {
   const int g = own.lane / 4, t = own.lane % 4;
-  const int token = first_token + token_of_row(g), set = own.set();
+  const int token = first_token + token_of_row(g);
 #pragma unroll
-  for (int n = 0; n < Plan::kOwn; ++n) {
-    const int pair = 4 * (own.first_block() + n) + t;
-    const float4 scaling = shared.scaling[set][pair];
+  for (int n = 0; n < columns / 8; ++n) {
+    const int pair = 4 * n + t;
+    const float4 scaling = shared.scaling[0][pair];
     const int2 limits =
         *reinterpret_cast<const int2*>(&shared.limits[2 * pair]);
     float* s = scores + 4 * n;
@@ -53,65 +54,65 @@ __device__ __forceinline__ void raise(LatentShared<Plan>& shared,
       largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, mask));
       largest.y = fmaxf(largest.y, __shfl_xor_sync(~0u, largest.y, mask));
     }
-    if (g == 0) shared.across[set][own.warp][pair] = largest;
+    if (g == 0) shared.across[0][own.warp][pair] = largest;
   }
-  own.sync_set();
+  own.sync();
 #pragma unroll
-  for (int n = 0; n < Plan::kBlocks; ++n) {
-    const float4 scaling = shared.scaling[set][4 * n + t];
-    const float2 reference = raised(shared, set, 4 * n + t, scaling);
+  for (int n = 0; n < columns / 8; ++n) {
+    const float4 scaling = shared.scaling[0][4 * n + t];
+    const float2 reference = raised(shared, 0, 4 * n + t, scaling);
     const float rescale[2] = {exp2_approx(scaling.z - reference.x),
                               exp2_approx(scaling.w - reference.y)};
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
-      for (int m = 0; m < Plan::kOutputs; ++m) {
+      for (int m = 0; m < kOutputs; ++m) {
         acc.output[m][4 * n + c] *= rescale[c];
         acc.output[m][4 * n + 2 + c] *= rescale[c];
       }
     }
   }
 #pragma unroll
-  for (int n = 0; n < Plan::kOwn; ++n) {
-    const int pair = 4 * (own.first_block() + n) + t;
-    const float4 scaling = shared.scaling[set][pair];
-    const float2 reference = raised(shared, set, pair, scaling);
+  for (int n = 0; n < columns / 8; ++n) {
+    const int pair = 4 * n + t;
+    const float4 scaling = shared.scaling[0][pair];
+    const float2 reference = raised(shared, 0, pair, scaling);
     acc.sum[2 * n] *= exp2_approx(scaling.z - reference.x);
     acc.sum[2 * n + 1] *= exp2_approx(scaling.w - reference.y);
     float* s = scores + 4 * n;
     s[0] -= reference.x, s[1] -= reference.y;
     s[2] -= reference.x, s[3] -= reference.y;
   }
-  own.sync_set();
-  if (own.part() == 0 && own.warp == 0 && g == 0) {
+  own.sync();
+  if (own.warp == 0 && g == 0) {
 #pragma unroll
-    for (int n = 0; n < Plan::kBlocks; ++n) {
-      float4& scaling = shared.scaling[set][4 * n + t];
-      const float2 reference = raised(shared, set, 4 * n + t, scaling);
+    for (int n = 0; n < columns / 8; ++n) {
+      float4& scaling = shared.scaling[0][4 * n + t];
+      const float2 reference = raised(shared, 0, 4 * n + t, scaling);
       scaling.z = reference.x, scaling.w = reference.y;
     }
   }
 }
 
-// Weigh a step's tokens, for the columns whose softmax the warpgroup does.
-template <typename Plan>
-__device__ __forceinline__ void weigh_step(LatentShared<Plan>& shared,
-                                           LatentAccumulator<Plan>& acc,
-                                           float (&scores)[4 * Plan::kOwn],
+// Weigh a step's tokens.
+//
+// stored: where the weights go.
+template <int columns>
+__device__ __forceinline__ void weigh_step(ColumnsShared<columns>& shared,
+                                           ColumnsAccumulator<columns>& acc,
+                                           float (&scores)[columns / 2],
                                            const LatentSegment& segment,
-                                           int step, const Place<Plan>& own) {
+                                           int step, const ColumnsPlace& own,
+                                           uint8_t* stored) {
   const int g = own.lane / 4, t = own.lane % 4;
   const int first_token = step * kStepTokens + own.warp * TILE_TOKENS;
-  const int first = own.first_block();
   // Token 16 * warp + g of the core matrices. The token eight later follows.
-  uint8_t* target =
-      reinterpret_cast<uint8_t*>(shared.weights[own.set()][first]) +
-      (16 * own.warp + g) * 16 + 4 * t;
-  float exponents[4 * Plan::kOwn], weights[4 * Plan::kOwn];
+  uint8_t* target = stored + (16 * own.warp + g) * 16 + 4 * t;
+  float exponents[columns / 2], weights[columns / 2];
   float above = 0.0f;
 #pragma unroll
-  for (int n = 0; n < Plan::kOwn; ++n) {
-    const float4 scaling = shared.scaling[own.set()][4 * (first + n) + t];
+  for (int n = 0; n < columns / 8; ++n) {
+    const float4 scaling = shared.scaling[0][4 * n + t];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = fmaf(scores[4 * n + i], i % 2 ? scaling.y : scaling.x,
@@ -120,17 +121,17 @@ __device__ __forceinline__ void weigh_step(LatentShared<Plan>& shared,
       above = fmaxf(above, x);
     }
   }
-  weigh<Plan>(weights, exponents, target);
+  weigh(weights, exponents, target);
   fence_async_proxy();
   const bool is_cut = (step + 1) * kStepTokens > segment.first_limit;
-  if (own.sync_set_or(above > kMaxScore || is_cut)) {
+  if (own.sync_or(above > kMaxScore || is_cut)) {
     raise(shared, acc, scores, first_token, own);
-    weigh<Plan>(weights, scores, target);
+    weigh(weights, scores, target);
     fence_async_proxy();
-    own.sync_set();
+    own.sync();
   }
 #pragma unroll
-  for (int n = 0; n < Plan::kOwn; ++n) {
+  for (int n = 0; n < columns / 8; ++n) {
     acc.sum[2 * n] += weights[4 * n] + weights[4 * n + 2];
     acc.sum[2 * n + 1] += weights[4 * n + 1] + weights[4 * n + 3];
   }
