@@ -5,8 +5,8 @@
 There are three kernels. Two have products of warpgroups, on GPUs of compute capability
 9.0 alone. Query rows are columns of the products in one, and rows of them in the other,
 which is for many rows: see latent/columns_kernel.cuh and latent/rows_kernel.cuh. The
-third has slices of a latent and products of warps, from 8.0 on. It is also faster for
-few rows on 9.0: see latent/slices_segment.cuh.
+third has slices of a latent and products of warps, from 8.0 on: see
+latent/slices_segment.cuh.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     Attributes:
         columns: Query rows, heads times tokens, that attend in one pass.
         time: Microseconds of a pass over 32 x 32768 tokens on an H200, 2026-11,
-            `ci/gpu.py mla`. For slices of 32, the kernel alone.
+            `ci/gpu.py mla`, 4cc4ed79. For slices of 32, the kernel alone.
         teams: Teams of four warps, each with a slice of the coordinates. With 0,
             warpgroups multiply, and fields of teams have no meaning.
         stages: Times ``tiles``, the tiles in flight of a team.
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 # Above 32 columns too few registers are left for the result. More rows take several
 # passes.
-WARPGROUPS = (Plan(16, 190), Plan(24, 210), Plan(32, 235))
+WARPGROUPS = (Plan(16, 174), Plan(24, 193), Plan(32, 216))
 # It takes as long for a few rows as for 64, because producers decode all tiles.
 ROWS = (Plan(64, 308, by_rows=True),)
 ROWS_HEAD_SIZE = 576
@@ -82,9 +82,8 @@ def plans_of(capability: int, head_size: int = ROWS_HEAD_SIZE) -> tuple[Plan, ..
 
     """
     if capability == _WARPGROUP_CAPABILITY:
-        # Eight columns leave a product of warpgroups mostly idle.
-        rows = ROWS if head_size == ROWS_HEAD_SIZE else ()
-        return SLICES[0], *WARPGROUPS, *rows
+        # Slices take 177 us for eight rows, where 16 columns take 171.
+        return *WARPGROUPS, *(ROWS if head_size == ROWS_HEAD_SIZE else ())
     return SLICES if capability >= _BULK_CAPABILITY else COPYING_SLICES
 
 

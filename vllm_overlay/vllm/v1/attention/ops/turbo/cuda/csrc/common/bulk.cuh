@@ -31,8 +31,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t target, const void* source,
       : "memory");
 }
 
-// Have a multiple of 16 bytes brought to the L2 cache. The address is a multiple
-// of 16 bytes.
+// Have a multiple of 16 bytes brought to the L2 cache. The address is a
+// multiple of 16 bytes.
 __device__ __forceinline__ void prefetch_bulk(const void* source, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source),
                "r"(bytes));

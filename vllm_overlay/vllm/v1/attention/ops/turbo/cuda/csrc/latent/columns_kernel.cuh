@@ -26,12 +26,11 @@ __device__ __forceinline__ void add_step(ColumnsAccumulator<columns>& acc,
   for (int m = 0; m < kOutputs; ++m) {
 #pragma unroll
     for (int i = 0; i < kStepTokens / 16; ++i) {
-      const int place =
-          m * kOperandBytes + i * TILE_TOKENS * kPlaceBytes;
-      wgmma_shared(
-          acc.output[m], wgmma_descriptor(values + place / 16, kRowsLayout),
-          wgmma_descriptor(weights + i * 256 / 16,
-                           wgmma_layout<0>(16 * kStepTokens)));
+      const int place = m * kOperandBytes + i * TILE_TOKENS * kPlaceBytes;
+      wgmma_shared(acc.output[m],
+                   wgmma_descriptor(values + place / 16, kRowsLayout),
+                   wgmma_descriptor(weights + i * 256 / 16,
+                                    wgmma_layout<0>(16 * kStepTokens)));
     }
   }
   wgmma_commit();
@@ -122,14 +121,12 @@ struct ColumnsKernel {
   // Do the warp's part of the block's ranges.
   __device__ __forceinline__ void attend_ranges(int lane) {
     if (warp < kConsumerWarps) {
-      if constexpr (columns > 16)
-        take_registers<kConsumerRegisters>();
+      if constexpr (columns > 16) take_registers<kConsumerRegisters>();
       ColumnsConsumer<columns> consumer(shared, warp);
       shared.for_announced(
           lane, [&](const LatentSegment& s) { consumer.attend(p, s); });
     } else {
-      if constexpr (columns > 16)
-        give_registers<kProducerRegisters>();
+      if constexpr (columns > 16) give_registers<kProducerRegisters>();
       ColumnsProducer<columns> producer(shared, warp - kConsumerWarps, p);
       turbo::attend_ranges(producer, p, lane);
       producer.announcer.end(producer.warp);

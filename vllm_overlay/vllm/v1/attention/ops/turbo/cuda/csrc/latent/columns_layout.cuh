@@ -31,8 +31,8 @@ struct alignas(1024) ColumnsShared
   float2 across[kSets][kWarps][columns / 2];  // by warp
   float sums[columns];
   int limits[columns];  // tokens that columns see
-  // Whether the queries of a segment have been written, and whether a warp's
-  // tile has been copied.
+  // The queries of a segment are written by consumers, and a producer's tile is
+  // copied by the bulk copies of its warp.
   uint64_t written[kProducers], copied[kProducers * kStepTiles];
 };
 
@@ -56,9 +56,9 @@ struct ColumnsPlace {
   }
 };
 
-// The running result. Lane 4 * g + t of a warp has columns
-// 8 * n + 2 * t and the next. It has rows 16 * warp + g and 16 * warp + g + 8,
-// in blocks of 64 rows: see output_coordinate.
+// The running result. Lane 4 * g + t of a warp has columns 8 * n + 2 * t and
+// the next. It has rows 16 * warp + g and 16 * warp + g + 8, in blocks of 64
+// rows: see output_coordinate.
 template <int columns>
 struct ColumnsAccumulator {
   float output[kOutputs][columns / 2];

@@ -18,13 +18,13 @@ __device__ __forceinline__ void write_partial(ColumnsShared<columns>& shared,
 #pragma unroll
   for (float& x : acc.sum) {
 #pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2)
-      x += __shfl_xor_sync(~0u, x, mask);
+    for (int mask = 4; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
   }
   if (g == 0) {
 #pragma unroll
     for (int n = 0; n < columns / 8; ++n)
-      shared.across[0][own.warp][4 * n + t] = {acc.sum[2 * n], acc.sum[2 * n + 1]};
+      shared.across[0][own.warp][4 * n + t] = {acc.sum[2 * n],
+                                               acc.sum[2 * n + 1]};
   }
   own.sync();
   const int num_rows = p.most_rows();

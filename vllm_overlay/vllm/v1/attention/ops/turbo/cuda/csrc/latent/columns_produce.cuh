@@ -13,9 +13,10 @@ namespace turbo {
 //
 // begin: is called when the tile is in registers, before the stage is written.
 template <int columns, typename F>
-__device__ __forceinline__ void score_tile(
-    float (&scores)[columns / 2], const LaneTile& taken,
-    uint32_t target, uint32_t query, const F& begin) {
+__device__ __forceinline__ void score_tile(float (&scores)[columns / 2],
+                                           const LaneTile& taken,
+                                           uint32_t target, uint32_t query,
+                                           const F& begin) {
   constexpr int kQueryBytes = ColumnsShared<columns>::kQueryBytes;
   const int lane = threadIdx.x % 32;
   const uint32_t first = target + (8 * (lane / 8 % 2) + lane % 8) * kPlaceBytes;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Steps of latents that producers decode to shared memory, where they are
-// operands of consumers' products.
+// Producers decode latents to shared memory for consumers' products, a step of
+// 64 tokens at once.
 #pragma once
 
 #include "extend_mma/stages.cuh"
@@ -28,11 +28,11 @@ constexpr int kAnnounced = 2;
 __device__ __forceinline__ __half2& swizzled_pair(uint8_t* block, int row,
                                                   const DepthPlace& at) {
   const int chunk = at.step % 4 * 2 + at.place / 8;
-  return *reinterpret_cast<__half2*>(
-      block + row * kPlaceBytes + (chunk ^ row % 8) * 16 + at.place % 8 * 2);
+  return *reinterpret_cast<__half2*>(block + row * kPlaceBytes +
+                                     (chunk ^ row % 8) * 16 + at.place % 8 * 2);
 }
 
-// What producers and consumers share.
+// The memory that producers and consumers share.
 //
 // stages: steps that are decoded.
 // blocks: of 64 coordinates, which consumers read.
@@ -43,9 +43,9 @@ struct alignas(1024) DecodedSteps {
   uint8_t tiles[stages][blocks][kOperandBytes];
   // Segments that producers announce to consumers. A last one has no sequence.
   LatentSegment segments[kAnnounced];
-  // Whether a stage has been decoded, and whether it has been read.
+  // A stage is full when it has been decoded, and free when it has been read.
   uint64_t full[stages], free[stages];
-  // Whether a segment has been announced, and whether it has been attended to.
+  // Producers announce a segment, and consumers are done with it.
   uint64_t announced[kAnnounced], done[kAnnounced];
 
   // All threads of the block call it.
@@ -152,8 +152,8 @@ struct TileWalk {
   }
 };
 
-// Store four steps of the depth of a batch. A step's operand is stored as it is:
-// rows of its four 8 x 8 matrices are tokens, of 16 bytes. Lane l has the
+// Store four steps of the depth of a batch. A step's operand is stored as it
+// is: rows of its four 8 x 8 matrices are tokens, of 16 bytes. Lane l has the
 // address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_batch(uint32_t target, uint32_t chunk,
                                             const Fragments& f) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What kernels of decode attention to latents have in common.
+// The part of a sequence that a block attends to, and constants of its kernels.
 #pragma once
 
 #include "common/wgmma.cuh"

@@ -59,8 +59,8 @@ struct SliceShared {
   static constexpr int kColumns = Plan::kColumns;
   static constexpr int kWarps = kTeamWarps * Plan::kTeams;
   static constexpr int kSets = Plan::kTeams;
-  // Core matrices of 16 bytes by eight columns, by step of the depth and half of
-  // the step.
+  // Core matrices of 16 bytes by eight columns, by step of the depth and half
+  // of the step.
   __half query[kSteps][2][kColumns][8];
   union {
     uint8_t tiles[Plan::kTeams][Plan::kStages][Plan::kTiles][kTileSpace];

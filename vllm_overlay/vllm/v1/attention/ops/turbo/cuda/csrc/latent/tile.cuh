@@ -187,8 +187,8 @@ __device__ __forceinline__ void decode_words(Fragments& f,
   }
 }
 
-__device__ __forceinline__ RunScales scales_of(const LaneTile& taken,
-                                               int row, int run) {
+__device__ __forceinline__ RunScales scales_of(const LaneTile& taken, int row,
+                                               int run) {
   return RunScales(taken.scales[row][run], 1 + 6 * (threadIdx.x % 4));
 }
 
