@@ -20,9 +20,12 @@ namespace turbo {
 constexpr int kOffsetTiles = OFFSET_SEGMENT / TILE_TOKENS;
 
 // The row of a tile's offset. The first token of tile 0 has row 0.
+__device__ __forceinline__ int offset_of_tile(int num_offsets, int tile) {
+  return min(tile / kOffsetTiles + 1, num_offsets - 1);
+}
 __device__ __forceinline__ int offset_of_tile(const AttentionParams& p,
                                               int tile) {
-  return min(tile / kOffsetTiles + 1, p.num_offsets - 1);
+  return offset_of_tile(p.num_offsets, tile);
 }
 
 // The first tile after `tile` that has another offset; INT_MAX for none.

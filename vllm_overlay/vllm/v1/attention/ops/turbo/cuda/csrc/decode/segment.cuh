@@ -338,10 +338,10 @@ __device__ __forceinline__ void attend_segment(
       const int tile = copies.first + of_turn(first) * copies.stride;
       const int next_tile = tile + num_steps * copies.stride;
       const bool goes_on = first + num_steps < copies.count;
-      const int last_row = of_turn(p.num_offsets) - 1;
-      const int own = min(tile / kOffsetTiles + 1, last_row);
+      const int num_offsets = of_turn(p.num_offsets);
+      const int own = offset_of_tile(num_offsets, tile);
       const int next =
-          goes_on ? min(next_tile / kOffsetTiles + 1, last_row) : kNoOffset;
+          goes_on ? offset_of_tile(num_offsets, next_tile) : kNoOffset;
       if (own != next) {
         change_offset<kQueries>(acc, p, segment, shared.rows[warp], own, next,
                                 lane);

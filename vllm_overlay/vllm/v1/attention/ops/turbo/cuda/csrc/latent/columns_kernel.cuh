@@ -95,9 +95,10 @@ struct ColumnsKernel {
   static constexpr int kConsumerWarps = 4;
   static constexpr int kProducerWarps = kProducers * kStepTiles;
   static constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
-  // Registers of a lane. The sum over three warpgroups is what a block has.
-  static constexpr int kConsumerRegisters = columns > 16 ? 200 : 168;
-  static constexpr int kProducerRegisters = columns > 16 ? 152 : 168;
+  // Registers of a lane with more than 16 columns. The sum over three
+  // warpgroups is what a block has. With fewer columns all lanes have as many.
+  static constexpr bool kMovesRegisters = columns > 16;
+  static constexpr int kConsumerRegisters = 200, kProducerRegisters = 152;
 
   Shared& shared;
   const LatentParams& p;
@@ -121,12 +122,12 @@ struct ColumnsKernel {
   // Do the warp's part of the block's ranges.
   __device__ __forceinline__ void attend_ranges(int lane) {
     if (warp < kConsumerWarps) {
-      if constexpr (columns > 16) take_registers<kConsumerRegisters>();
+      if constexpr (kMovesRegisters) take_registers<kConsumerRegisters>();
       ColumnsConsumer<columns> consumer(shared, warp);
       shared.for_announced(
           lane, [&](const LatentSegment& s) { consumer.attend(p, s); });
     } else {
-      if constexpr (columns > 16) give_registers<kProducerRegisters>();
+      if constexpr (kMovesRegisters) give_registers<kProducerRegisters>();
       ColumnsProducer<columns> producer(shared, warp - kConsumerWarps, p);
       turbo::attend_ranges(producer, p, lane);
       producer.announcer.end(producer.warp);

@@ -18,9 +18,7 @@ __device__ __forceinline__ void score_tile(float (&scores)[columns / 2],
                                            uint32_t target, uint32_t query,
                                            const F& begin) {
   constexpr int kQueryBytes = ColumnsShared<columns>::kQueryBytes;
-  const int lane = threadIdx.x % 32;
-  const uint32_t first = target + (8 * (lane / 8 % 2) + lane % 8) * kPlaceBytes;
-  const uint32_t chunk = ((lane / 16) ^ (lane % 8)) * 16;
+  const WarpRows stage(target);
   // Issue the products of a batch's steps of the depth, from `step` on.
   const auto multiply = [&](const Fragments& f, int step, bool adds) {
     const uint32_t rows = query + step / 4 * (kQueryBytes / 16);
@@ -52,7 +50,7 @@ __device__ __forceinline__ void score_tile(float (&scores)[columns / 2],
         decode_words(f, taken, scales, j, half);
         multiply(f, 4 * block, true);
       }
-      store_batch(first + block * kOperandBytes, chunk, f);
+      stage.store(block, f);
     }
   }
   wgmma_wait<0>();

@@ -152,15 +152,26 @@ struct TileWalk {
   }
 };
 
-// Store four steps of the depth of a batch. A step's operand is stored as it
-// is: rows of its four 8 x 8 matrices are tokens, of 16 bytes. Lane l has the
-// address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_batch(uint32_t target, uint32_t chunk,
-                                            const Fragments& f) {
+// A warp's 16 rows of an operand. A step of the depth is stored as it is: rows
+// of its four 8 x 8 matrices are tokens, of 16 bytes. Lane l has the address of
+// row l % 8 of matrix l / 8.
+struct WarpRows {
+  uint32_t row, chunk;
+
+  // target: the address of the first row.
+  explicit __device__ __forceinline__ WarpRows(uint32_t target) {
+    const int lane = threadIdx.x % 32;
+    row = target + (8 * (lane / 8 % 2) + lane % 8) * kPlaceBytes;
+    chunk = ((lane / 16) ^ (lane % 8)) * 16;
+  }
+  // Store four steps of the depth, in a block of the operand.
+  __device__ __forceinline__ void store(int block, const Fragments& f) const {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    store_matrices(target + (chunk ^ (32 * i)), f[4 * i], f[4 * i + 1],
-                   f[4 * i + 2], f[4 * i + 3]);
-}
+    for (int i = 0; i < 4; ++i) {
+      store_matrices(row + block * kOperandBytes + (chunk ^ (32 * i)), f[4 * i],
+                     f[4 * i + 1], f[4 * i + 2], f[4 * i + 3]);
+    }
+  }
+};
 
 }  // namespace turbo

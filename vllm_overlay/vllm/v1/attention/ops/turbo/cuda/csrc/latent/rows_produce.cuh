@@ -51,13 +51,11 @@ static_assert(LaneTile::kRuns == 4 && LaneTile::kRopeWords == 4);
 template <typename F>
 __device__ __forceinline__ void decode_rows(RowsTile& taken, uint32_t target,
                                             const F& wait) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t first = target + (8 * (lane / 8 % 2) + lane % 8) * kPlaceBytes;
-  const uint32_t chunk = ((lane / 16) ^ (lane % 8)) * 16;
+  const WarpRows stage(target);
   Fragments fragments[2];
   decode_first(fragments, taken);
   wait();
-  store_batch(first + LATENT_RANK / 64 * kOperandBytes, chunk, fragments[1]);
+  stage.store(LATENT_RANK / 64, fragments[1]);
 #pragma unroll
   for (int j = 0; j < LaneTile::kRuns; ++j) {
     const RunScales scales[2] = {scales_of(taken, 0, j),
@@ -66,7 +64,7 @@ __device__ __forceinline__ void decode_rows(RowsTile& taken, uint32_t target,
     for (int half = 0; half < 2; ++half) {
       Fragments& f = fragments[half];
       if (j + half > 0) decode_words(f, taken, scales, j, half);
-      store_batch(first + (2 * j + half) * kOperandBytes, chunk, f);
+      stage.store(2 * j + half, f);
     }
   }
 }
