@@ -20,6 +20,7 @@ from vllm.v1.attention.ops.turbo.cuda import latent_decode as cuda_decode
 from vllm.v1.attention.ops.turbo.cuda.latent_decode import LATENT_DECODE
 from vllm.v1.attention.ops.turbo.cuda.latent_plans import (
     COPYING_SLICES,
+    LISTED,
     ROWS,
     SLICES,
     WARPGROUPS,
@@ -68,7 +69,7 @@ def is_cuda(kernel: Kernel) -> bool:
 
 def by_plan(plan: Plan) -> Kernel:
     """CUDA's kernel of a plan, which is skipped on GPUs without its instructions."""
-    kind = "rows" if plan.by_rows else "warpgroups"
+    kind = "rows" if plan.by_rows else "listed" if plan.is_listed else "warpgroups"
     if plan.teams:
         kind = "slices" if plan.is_bulk else "copying-slices"
     name = f"{plan.columns}-{kind}"
@@ -81,6 +82,8 @@ def by_plan(plan: Plan) -> Kernel:
     return CUDA._replace(name=name, attend=attend, marks=(lacks,))
 
 
+# Plans that attend to lists of tokens.
+LISTED_PLANS = [by_plan(plan) for plan in LISTED]
 ALL_PLANS = {plan: by_plan(plan) for plan in PLANS}
 # A plan of few columns of each kind.
 SOME_PLANS = [kernel for plan, kernel in ALL_PLANS.items() if plan.columns == 16]

@@ -40,6 +40,7 @@ from .latent_sequences import (
     COLUMNS,
     CUDA,
     FP32,
+    LISTED_PLANS,
     SCALE,
     SOME_PLANS,
     TRITON,
@@ -161,13 +162,21 @@ def test_splits(kernel, num_splits):
 
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("layout", [SMALL, LARGE, *THREE_BITS], ids=layout_id)
-@requires_triton
-def test_tokens_of_a_list(layout, num_splits, block_size):
+@pytest.mark.parametrize(
+    "kernel, layout",
+    [
+        *(TRITON.case(x, name=layout_id(x)) for x in (SMALL, LARGE, *THREE_BITS)),
+        *(kernel.case(LARGE) for kernel in LISTED_PLANS),
+    ],
+)
+def test_tokens_of_a_list(kernel, layout, num_splits, block_size):
     """Each query token attends to tokens of its own list."""
-    batch = Latents(layout, [1, 70, 64, 40, 9], None, 20, block_size=block_size)
-    batch.choose([3, 33, 70, 0, 1])
-    output, lse = batch.check(TRITON, num_splits)
+    seq_lens, counts = [1, 70, 64, 40, 9], [3, 33, 70, 0, 1]
+    if is_cuda(kernel) and ON_GPU:
+        seq_lens, counts = [*seq_lens, 9000, 4097], [*counts, 2048, 1999]
+    batch = Latents(layout, seq_lens, None, 20, block_size=block_size)
+    batch.choose(counts)
+    output, lse = batch.check(kernel, num_splits)
     assert (output[3] == 0).all() and (lse[3] == -math.inf).all()
 
 

@@ -110,10 +110,21 @@ def test_triton_serves_where_cuda_cannot(hopper, monkeypatch, capability, words)
 @requires_triton
 @pytest.mark.parametrize("choice", ["auto", "cuda"])
 @pytest.mark.parametrize(
-    "name, is_sparse, what", [("turbo3", False, "turbo3"), ("turbo4", True, "lists of")]
+    "capability, name, is_sparse, what",
+    [
+        ((9, 0), "turbo3", False, "turbo3"),
+        ((9, 0), "turbo3", True, "lists of"),
+        ((8, 9), "turbo4", True, "lists of"),
+        ((12, 0), "turbo4", True, "lists of"),
+    ],
 )
-def test_triton_decodes_pages_that_cuda_stores(hopper, choice, name, is_sparse, what):
-    """CUDA has no decode kernel for codes of three bits, nor for lists of tokens."""
+def test_triton_decodes_pages_that_cuda_stores(
+    hopper, monkeypatch, choice, capability, name, is_sparse, what
+):
+    """CUDA has no decode kernel for codes of three bits, and for lists of tokens only
+    Hopper has one.
+    """
+    set_device(monkeypatch, capability)
     layout = LatentFormat.from_cache_dtype(name, 576)
     source = LatentSource(layout, 16, 1, is_sparse)
     chosen = choose.share_kernels(choice, source).kernels
@@ -128,9 +139,18 @@ def test_what_no_cuda_kernel_decodes_is_not_built(monkeypatch):
     layout = LatentFormat.from_cache_dtype("turbo3", 576)
     with pytest.raises(RuntimeError, match="turbo3 has no CUDA decode kernel"):
         LATENT_DECODE.module(layout, plans_of(90)[0])
-    monkeypatch.setattr(cuda_family, "modules_for", lambda families, *_: families)
-    families = LatentSource(LAYOUT, 16, 1, is_sparse=True).modules()
-    assert {*LATENT_FAMILIES} - {*families} == {LATENT_DECODE}
+    for capability, count in (80, 0), (90, 1), (120, 0):
+        monkeypatch.setattr(cuda_family, "capability_of", lambda _, x=capability: x)
+        demand = Demand(16, 1, has_lists=True)
+        assert len(modules_for([LATENT_DECODE], LAYOUT, demand, GPU)) == count
+
+
+def test_hoppers_lists_have_splits_of_their_own(hopper):
+    """64 heads take two passes there, where pages take one."""
+    chosen = choose.share_kernels("cuda", LatentSource(LAYOUT, 64, 1, True)).kernels
+    assert chosen.decode_attention is latent_decode.decode_attention
+    assert chosen.num_decode_splits(1, 64, 132) == 67
+    assert latent_decode.num_decode_splits(1, 64, 132, plans=plans_of(90)) == 133
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -45,6 +45,7 @@ class Demand(NamedTuple):
         max_extend_len: The most query tokens of an extend; 0 for no extends.
         capability: The GPU's compute capability, such as 90; None if unknown.
         variant: The layer's variant.
+        has_lists: Whether query tokens of MLA attend to lists of tokens.
 
     """
 
@@ -53,6 +54,7 @@ class Demand(NamedTuple):
     max_extend_len: int = 0
     capability: int | None = None
     variant: Variant = PLAIN
+    has_lists: bool = False
 
     def numbers_of_queries(self, max_len: int) -> Iterator[int]:
         """Queries of a KV head, for sequences with 1 to ``max_len`` query tokens."""

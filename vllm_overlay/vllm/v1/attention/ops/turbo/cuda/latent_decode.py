@@ -48,17 +48,21 @@ def serves(layout: LatentFormat) -> bool:
 
 
 @cache
-def plans_on(device_id: int, head_size: int) -> tuple[Plan, ...]:
-    """The plans that serve a size on a GPU of this machine."""
+def plans_on(
+    device_id: int, head_size: int, has_lists: bool = False
+) -> tuple[Plan, ...]:
+    """The plans that serve a size on a GPU of this machine: see ``plans_of``."""
     capability = current_platform.get_device_capability(device_id)
     assert capability is not None
-    return plans_of(capability.to_int(), head_size)
+    return plans_of(capability.to_int(), head_size, has_lists)
 
 
 def _name(layout: LatentFormat, plan: Plan) -> str:
     name = f"{layout.name}_{layout.rank}_{layout.rope}_{plan.columns}"
     if plan.by_rows:
         name += "_rows"
+    if plan.is_listed:
+        name += "_listed"
     if plan.teams:
         name += f"_{plan.teams}_{plan.tiles}" + ("" if plan.is_bulk else "_copies")
     return name
@@ -75,8 +79,8 @@ def _served(
 ) -> Iterator[tuple[LatentFormat, Plan, Variant]]:
     if serves(layout):
         assert demand.capability is not None
-        plans = plans_of(demand.capability, layout.head_size)
-        numbers = demand.numbers_of_queries(demand.max_query_len)
+        plans = plans_of(demand.capability, layout.head_size, demand.has_lists)
+        numbers = demand.numbers_of_queries(demand.max_query_len) if plans else ()
         for plan in sorted({plan_for(num_rows, plans) for num_rows in numbers}):
             yield layout, plan, demand.variant
 
@@ -91,6 +95,7 @@ LATENT_DECODE = Family[LatentFormat, Plan](
     defines=lambda layout, plan, _: {
         "LATENT_COLUMNS": plan.columns,
         "LATENT_ROWS": plan.by_rows,
+        "LATENT_LISTED": plan.is_listed,
         "LATENT_STAGES": plan.stages,
         "LATENT_TEAMS": plan.teams,
         "LATENT_TILES": plan.tiles,
@@ -145,9 +150,9 @@ def decode_attention(
 
     Args:
         call: The tokens that are attended to, and the output. The layout is one that
-            this ``serves``, and the GPU has no ``unsupported_reason``. Queries' strides
-            are even. Coordinates are decoded to fp16, so rotary keys have to be within
-            65504.
+            this ``serves``, with lists only where ``plans_on`` has plans, and the GPU
+            has no ``unsupported_reason``. Queries' strides are even. Coordinates are
+            decoded to fp16, so rotary keys have to be within 65504.
         partials: Scratch of vectors of L.
         enable_pdl: Whether kernels may begin before the previous one on the stream has
             ended. They wait for what they read.
@@ -164,7 +169,7 @@ def decode_attention(
         return
     call.check(partials)
     if plans is None:
-        plans = plans_on(device.index or 0, call.layout.head_size)
+        plans = plans_on(device.index or 0, call.layout.head_size, call.is_sparse)
     plan = plan_for(call.query.shape[1] * batch.query_len, plans)
     LATENT_DECODE.load(call.layout, plan, device)(
         call.query,

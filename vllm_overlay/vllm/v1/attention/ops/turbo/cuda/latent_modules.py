@@ -40,11 +40,13 @@ def all_latent_modules(
     # One query head, with enough query tokens to need every plan.
     max_query_len = max(plan.columns for plan in plans_of(capability))
     demand = Demand(1, max_query_len, capability=capability)
+    demands = demand, demand._replace(has_lists=True)
     device = torch.device("cuda", 0)  # not used
     return {
         module.name: module.make(0)
         for name, size in product(cache_dtypes, head_sizes)
         if name in LATENT_PRESETS
         for layout in [LatentFormat.from_cache_dtype(name, size)]
-        for module in modules_for(LATENT_FAMILIES, layout, demand, device)
+        for each in demands
+        for module in modules_for(LATENT_FAMILIES, layout, each, device)
     }

@@ -33,6 +33,7 @@ class Plan(NamedTuple):
         held: Blocks of eight columns whose queries a team has in registers.
         is_bulk: Whether a team's copies are bulk copies.
         by_rows: Whether query rows are rows of warpgroups' products.
+        is_listed: Whether tokens are listed by their slots, as in sparse MLA.
 
     """
 
@@ -44,6 +45,7 @@ class Plan(NamedTuple):
     held: int = 0
     is_bulk: bool = True
     by_rows: bool = False
+    is_listed: bool = False
 
     def runs_on(self, capability: int) -> bool:
         """Whether GPUs of a compute capability have its instructions."""
@@ -55,6 +57,7 @@ class Plan(NamedTuple):
 # Above 32 columns too few registers are left for the result. More rows take several
 # passes.
 WARPGROUPS = (Plan(16, 174), Plan(24, 193), Plan(32, 216))
+LISTED = tuple(plan._replace(is_listed=True) for plan in WARPGROUPS)
 # It takes as long for a few rows as for 64, because producers decode all tiles.
 ROWS = (Plan(64, 308, by_rows=True),)
 ROWS_HEAD_SIZE = 576
@@ -73,14 +76,20 @@ COPYING_SLICES = tuple(
 )
 
 
-def plans_of(capability: int, head_size: int = ROWS_HEAD_SIZE) -> tuple[Plan, ...]:
+def plans_of(
+    capability: int, head_size: int = ROWS_HEAD_SIZE, has_lists: bool = False
+) -> tuple[Plan, ...]:
     """The plans that serve a size of a latent and its rotary key.
 
     Args:
         capability: The GPU's compute capability, from 80 on, such as 90.
         head_size: The size.
+        has_lists: Whether tokens are listed by their slots. GPUs may have no such plan.
 
     """
+    if has_lists:
+        is_served = capability == _WARPGROUP_CAPABILITY and head_size == ROWS_HEAD_SIZE
+        return LISTED if is_served else ()
     if capability == _WARPGROUP_CAPABILITY:
         # Slices take 177 us for eight rows, where 16 columns take 171.
         return *WARPGROUPS, *(ROWS if head_size == ROWS_HEAD_SIZE else ())

@@ -3,6 +3,7 @@
 """The kernels for MLA's packed latents, to choose from: see ``turbo.choose``."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
@@ -41,26 +42,28 @@ class LatentSource(KernelSource[LatentKernels]):
 
     def modules(self) -> list["ServingModule"]:
         from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
-        from vllm.v1.attention.ops.turbo.cuda.latent_decode import LATENT_DECODE
         from vllm.v1.attention.ops.turbo.cuda.latent_modules import LATENT_FAMILIES
 
-        families = LATENT_FAMILIES
-        if self.is_sparse:
-            families = tuple(each for each in families if each is not LATENT_DECODE)
-        demand = Demand(self.num_heads, self.max_query_len)
-        return modules_for(families, self.layout, demand)
+        demand = Demand(self.num_heads, self.max_query_len, has_lists=self.is_sparse)
+        return modules_for(LATENT_FAMILIES, self.layout, demand)
 
     def cuda(self, reason: str) -> LatentKernels:
-        """CUDA's kernels; Triton's attends to lists, and decodes some layouts."""
+        """CUDA's kernels; Triton's decodes some layouts, and most GPUs' lists."""
         from vllm.v1.attention.ops.turbo.cuda import latent_decode
         from vllm.v1.attention.ops.turbo.cuda.latent_kernels import CudaLatentKernels
+        from vllm.v1.attention.ops.turbo.cuda.latent_plans import plans_of
 
-        if latent_decode.serves(self.layout) and not self.is_sparse:
-            return CudaLatentKernels(reason)
+        kernels = CudaLatentKernels(reason)
+        capability = current_capability()
+        assert capability is not None
+        plans = plans_of(capability, self.layout.head_size, self.is_sparse)
+        if plans and latent_decode.serves(self.layout):
+            splits = partial(latent_decode.num_decode_splits, plans=plans)
+            return kernels._replace(num_decode_splits=splits)
         triton = self.triton(reason)
         what = "lists of tokens" if self.is_sparse else self.layout.name
-        reason = f"{reason}; Triton's decode {what}"
-        return CudaLatentKernels(reason)._replace(
+        return kernels._replace(
+            reason=f"{reason}; Triton's decode {what}",
             decode_attention=triton.decode_attention,
             num_decode_splits=triton.num_decode_splits,
         )

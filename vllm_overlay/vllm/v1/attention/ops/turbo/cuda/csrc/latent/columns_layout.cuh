@@ -5,7 +5,9 @@
 // for few query rows, which are the columns of the tensor core's products.
 #pragma once
 
-#include "latent/decoded.cuh"
+#include <type_traits>
+
+#include "latent/listed.cuh"
 
 namespace turbo {
 
@@ -13,6 +15,16 @@ namespace turbo {
 constexpr int kOutputs = LATENT_RANK / 64;
 // Warpgroups of producers, each with a stage.
 constexpr int kProducers = 2;
+
+// Whether tokens are listed by their slots.
+constexpr bool kListed = LATENT_LISTED;
+static_assert(
+    !kListed || LATENT_RANK % 512 == 0,
+    "bulk copies are of 16 bytes, as are the scales of 512 coordinates");
+constexpr int kCopySpace = kListed ? kListedSpace : kTileSpace;
+constexpr int kWalkStride = kProducers * kStepTiles;
+using ColumnsWalk =
+    std::conditional_t<kListed, ListWalk<kWalkStride>, TileWalk<kWalkStride>>;
 
 template <int columns>
 struct alignas(1024) ColumnsShared
@@ -22,7 +34,7 @@ struct alignas(1024) ColumnsShared
   static constexpr int kQueryBytes = kPlaceBytes * columns;
   uint8_t query[kOperandBlocks][kQueryBytes];
   // Tiles of producers' warps.
-  uint8_t copies[kProducers * kStepTiles][kTileSpace];
+  uint8_t copies[kProducers * kStepTiles][kCopySpace];
   // Scores of a stage, as the lanes of a warpgroup have them. Weights replace
   // them: core matrices of 16 bytes by eight tokens, by block of columns.
   float4 scores[kProducers][columns / 8][kGroupThreads];

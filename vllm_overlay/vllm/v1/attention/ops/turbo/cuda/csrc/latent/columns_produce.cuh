@@ -66,7 +66,7 @@ struct ColumnsProducer {
   Shared& shared;
   int warp;  // among producers
   Announcer<Shared> announcer;
-  TileWalk<kProducers * kStepTiles> walk;
+  ColumnsWalk walk;
   Stage<kProducers> segment;
   int parity = 0;         // of the warpgroup's stage
   int copied_parity = 0;  // of the warp's copies
@@ -85,11 +85,8 @@ struct ColumnsProducer {
     // A zero that the compiler does not know to be one.
     const int nothing =
         uniform(int(loaded & uint32_t(walk.p.num_splits >> 31)));
-    const uint8_t* tile = walk.next(nothing);
-    if (threadIdx.x % 32 == 0)
-      copy_tile(shared_address(shared.copies[warp]), tile,
-                shared_address(&shared.copied[warp]));
-    walk.advance();
+    walk.copy(shared_address(shared.copies[warp]),
+              shared_address(&shared.copied[warp]), nothing);
   }
 
   __device__ __forceinline__ void attend(const LatentParams&,
@@ -117,7 +114,7 @@ struct ColumnsProducer {
         copied_parity ^= 1;
       }
       LaneTile taken;
-      taken.load(shared.copies[warp], num_tokens, lane);
+      taken.load(shared.copies[warp], num_tokens, walk, lane);
       float scores[columns / 2];
       score_tile<columns>(scores, taken, target, query, [&] {
         copy_next(taken.any_bits());

@@ -150,6 +150,17 @@ struct TileWalk {
     }
     ask();
   }
+  // Copy the next tile.
+  __device__ __forceinline__ void copy(uint32_t target, uint32_t barrier,
+                                       int nothing) {
+    const uint8_t* tile = next(nothing);
+    if (threadIdx.x % 32 == 0) copy_tile(target, tile, barrier);
+    advance();
+  }
+  // The byte of the rope's scales that a lane has of token n.
+  static __device__ __forceinline__ int scale_of(int n, int t) {
+    return n * (ROPE_SIZE / 16) + t;
+  }
 };
 
 // A warp's 16 rows of an operand. A step of the depth is stored as it is: rows

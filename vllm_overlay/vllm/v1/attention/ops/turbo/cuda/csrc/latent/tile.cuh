@@ -105,8 +105,11 @@ struct LaneTile {
 
   // Load the lane's part of a tile. Tokens from num_tokens on, which are
   // missing, decode to zeros.
+  //
+  // walk: has the places of the rope's scales: see TileWalk.
+  template <typename Walk>
   __device__ __forceinline__ void load(const uint8_t* tile, int num_tokens,
-                                       int lane) {
+                                       const Walk& walk, int lane) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -115,7 +118,7 @@ struct LaneTile {
           tile + (n / 8) * kSecondHalf + n % 8 * kRowBytes + 16 * t;
       if constexpr (ROPE_SIZE != 0) {
         load_words(ropes[r], tile + kRopes + n * ROPE_SIZE + 16 * t);
-        rope_scales[r] = tile[kRopeScales + n * (ROPE_SIZE / 16) + t];
+        rope_scales[r] = tile[kRopeScales + walk.scale_of(n, t)];
       }
       load_words(scales[r], tile + kLatentScales + n * (LATENT_RANK / 32));
 #pragma unroll
