@@ -80,17 +80,8 @@ __device__ __forceinline__ void weigh_rows(
       acc.sum[r] += x + y;
     }
   }
-  // A lane has the address of row lane % 8 of matrix lane / 8.
-  const int lane = own.lane;
-  const uint32_t target =
-      shared_address(shared.weights) +
-      (16 * own.warp + 8 * (lane / 8 % 2) + lane % 8) * kPlaceBytes;
-  const uint32_t chunk = ((lane / 16) ^ (lane % 8)) * 16;
-#pragma unroll
-  for (int i = 0; i < kStepTokens / 16; ++i) {
-    store_matrices(target + (chunk ^ (32 * i)), weights[4 * i],
-                   weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3]);
-  }
+  const uint32_t target = shared_address(shared.weights);
+  WarpRows(target + 16 * own.warp * kPlaceBytes).store(0, weights);
   fence_async_proxy();
   own.give_weights(own.group);
 }
