@@ -3,7 +3,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 # Run the tests, cheap to dear:
 # test.sh [lint|series|tooling|kernels|quality|engine]... [--all]
-# With --all, engine has the tests that CI leaves out: many checkpoints and models.
+# With --all, kernels and engine have what CI leaves out: many cases of kernels' tests in
+# Triton's interpreter, many checkpoints and models.
 set -eu
 cd "$(dirname -- "$0")/.."
 python=$(scripts/find_python.sh)
@@ -27,8 +28,8 @@ for step; do
   esac
 done
 case "$all $*" in
-  --all*engine* | " "*) ;;
-  *) echo "test.sh: --all is for engine" >&2 && exit 2 ;;
+  --all*engine* | --all*kernels* | " "*) ;;
+  *) echo "test.sh: --all is for kernels and engine" >&2 && exit 2 ;;
 esac
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -92,8 +93,10 @@ kernels() {
     mkdir "$TURBO_LAUNCHES"
   fi
   # The interpreter takes one core.
-  OMP_NUM_THREADS=1 python -m pytest -q "$@" -n logical --dist worksteal \
-    --durations=5 vllm_overlay/tests/kernels/turbo
+  some=
+  if without_gpu && [ -z "$all" ]; then some=some_cases; fi
+  PYTHONPATH=$PWD/ci OMP_NUM_THREADS=1 python -m pytest -q "$@" ${some:+-p "$some"} \
+    -n logical --dist worksteal --durations=5 vllm_overlay/tests/kernels/turbo
   if without_gpu; then
     # CUDA's kernels, a few cases of them, on an emulated GPU.
     OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \

@@ -111,8 +111,8 @@ def test_unknown_name(
         assert said == f"{words} '{args[-1]}'\n"
 
 
-def test_all_is_for_the_engine(steps: Run) -> None:
-    """--all may stand anywhere; without it the matrix is left out."""
+def test_all_is_for_engine_and_kernels(steps: Run) -> None:
+    """--all may stand anywhere; without it the matrix and many cases are left out."""
     for args in (["engine", "--all"], ["--all", "engine"], ["--all"]):
         status, calls, said = steps(*args)
         assert status == 0, said
@@ -121,9 +121,13 @@ def test_all_is_for_the_engine(steps: Run) -> None:
         assert not any("--all" in call.split() for call in tested[:-1])
     _, calls, _ = steps("engine")
     assert calls[-1].endswith("tests/engine") and "--all" not in calls[-1]
+    for args, chooses in (["kernels"], True), (["kernels", "--all"], False):
+        _, calls, _ = steps(*args)
+        (run,) = [call for call in calls if "--dist worksteal --durations" in call]
+        assert ("-p some_cases" in run) == chooses
     status, calls, said = steps("lint", "--all")
     assert (status, calls) == (2, [])
-    assert said == "test.sh: --all is for engine\n"
+    assert said == "test.sh: --all is for kernels and engine\n"
 
 
 def test_every_step(steps: Run, tmp_path: Path) -> None:

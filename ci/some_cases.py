@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A pytest plugin that runs some cases of tests with many: `-p some_cases`.
+
+They have every value of every parameter. A test of few cases runs all of them. A test
+may have thousands, and kernels' tests take seconds in Triton's interpreter.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from covering import covering
+
+# Cases of a test that all run.
+FEW = 4
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def values_of(item: pytest.Function) -> Iterator[str]:
+    """Yields a case's parameters with their values. Kernels have names."""
+    for name, value in item.callspec.params.items():
+        yield f"{name}={getattr(value, 'name', value)}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out cases whose values others have, after those that cannot run."""
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {
+        item
+        for own in cases.values()
+        if len(own) > FEW
+        for item in {*own} - {*covering(own, values_of, together=1)}
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    config.stash[LEFT_OUT] = len(left_out)
+    items[:] = [item for item in items if item not in left_out]
