@@ -19,9 +19,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from latent_defects import LATENT_DEFECTS
+from planting import Change, Defect
 
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
 ATTENTION = "kernels/test_cuda_attention.py::test_"
@@ -36,45 +37,6 @@ PASSED, FAILED, NOT_PLANTED = 0, 1, 70
 # The words of build.py, and of the emulated GPU, for a kernel that does not compile.
 NOT_BUILT = "was not compiled or linked"
 NOT_EMULATED = "CannotBuildError"
-
-
-class Change(NamedTuple):
-    """A change to a source that changes no result.
-
-    Attributes:
-        source: The source's path in ``cuda_build.SOURCE_DIR``.
-        old: The text to replace, which is there once.
-        new: The text in its place.
-
-    """
-
-    source: str
-    old: str
-    new: str
-
-
-class Defect(NamedTuple):
-    """A change to a source that a test has to notice.
-
-    Attributes:
-        source: The source's path in ``cuda_build.SOURCE_DIR``.
-        old: The text to replace, which is there ``times`` times.
-        new: The text in its place.
-        test: The test that has to fail.
-        selected: pytest's -k, which selects the test's cases.
-        times: How often ``old`` is there.
-        shown_by: A harmless change that is planted as well, or None. Without it, a GPU
-            shows the defect only by chance. The test has to pass with it alone.
-
-    """
-
-    source: str
-    old: str
-    new: str
-    test: str = ""
-    selected: str = ""
-    times: int = 1
-    shown_by: Change | None = None
 
 
 WAIT = "  wait_for_previous_kernel();\n"
@@ -101,6 +63,14 @@ COLUMNS_WEIGH_LATE = Change(
     "    __nanosleep(20000);\n    float largest = kNoReference, total = 0.0f;\n",
 )
 BARRIER = "  __syncthreads();\n"
+# The beginnings of sources that only Hopper has kernels of.
+OF_HOPPER = (
+    "decode_wgmma/",
+    "extend_wgmma/",
+    "latent/columns",
+    "latent/rows",
+    "latent/listed",
+)
 DEFECTS = {
     # Hidden tokens in tiles that the sequence fills lack a mask.
     "decode-hidden": Defect(
@@ -464,6 +434,7 @@ DEFECTS = {
         "extend_wgmma/extend_wgmma.cuh", WAIT, "", ATTENTION_WAITS, "extend_wgmma"
     ),
     "merge-wait": Defect("merge/merge.cuh", WAIT, "", MERGE_WAITS),
+    **LATENT_DEFECTS,
 }
 # Defects by name, which begins with the tool that has to find it. A defect is a change
 # to the sources, or None if ci/sanitize.py gives the kernels wrong inputs.
@@ -505,8 +476,7 @@ def of_this_gpu(defects: Mapping[str, Defect | None]) -> list[str]:
     return [
         name
         for name, defect in defects.items()
-        if defect is None
-        or not defect.source.startswith(("decode_wgmma/", "extend_wgmma/"))
+        if defect is None or not defect.source.startswith(OF_HOPPER)
     ]
 
 

@@ -30,6 +30,8 @@ _SELECTED = re.compile(
     |merge\.py::test_parts_of_ranks\[rows.*-cuda8-(64|256)\]
     |merge\.py::test_sinks\[torch.float16-\[8,.*-51-True-cuda8-128\]
     |latent_decode\.py::test_numbers_of_heads\[(32-warpgroups|64-rows)\]
+    |latent_decode\.py::test_tokens_of_a_list\[16-listed-3-48\]
+    |latent_decode\.py::test_hidden.*\[(16-warpgroups|64-rows)\]
     |latent_decode\.py::test_several_query_tokens\[(8-slices|16-copying-slices)\]
     |latent_decode\.py::test_lengths\[fp16-16-warpgroups-turbo4-320\]
     |latent_decode\.py::test_lengths\[bf16-16-copying-slices-turbo4-320\]

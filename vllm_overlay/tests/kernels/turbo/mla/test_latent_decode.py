@@ -11,13 +11,16 @@ from functools import partial
 import pytest
 import torch
 
-from vllm.v1.attention.ops.turbo.cuda.latent_plans import Plan
+from vllm.v1.attention.ops.turbo.cuda.latent_plans import ROWS, Plan
 from vllm.v1.attention.ops.turbo.latent.format import (
     LATENT_PRESETS,
     LATENT_SIZES,
     LatentFormat,
 )
-from vllm.v1.attention.ops.turbo.latent.interface import LATENT_MAX_SPLITS
+from vllm.v1.attention.ops.turbo.latent.interface import (
+    LATENT_MAX_SPLITS,
+    LatentStoreCall,
+)
 from vllm.v1.attention.ops.turbo.reference import latent as latent_reference
 from vllm.v1.attention.ops.turbo.triton import latent_decode as triton_decode
 from vllm.v1.attention.ops.turbo.triton.latent_kernels import TritonLatentKernels
@@ -54,6 +57,7 @@ from .latent_utils import (
     fill_latent_cache,
     latent_cache,
     latent_presets,
+    latent_vectors,
     long_mean,
     random_latent_pages,
 )
@@ -158,6 +162,21 @@ def test_splits(kernel, num_splits):
     else:
         batch = Latents(SMALL, [1, 80], [1, 1], 4, FP16)
     batch.check(kernel, num_splits)
+
+
+@pytest.mark.parametrize(
+    "kernel", [x.case() for x in (TRITON, *SOME_PLANS, *map(by_plan, ROWS))]
+)
+def test_hidden_tokens_of_whole_steps_change_no_bit(kernel):
+    """Query tokens do not see the last token, which ends a step of the kernels."""
+    batch = Latents(LARGE, [128], [3], 16)
+    whole = batch.attend(kernel, 1)
+    last = slots_of(batch.table[0], 127, 128, batch.block_size)
+    vectors = latent_vectors(LARGE, 1, BF16, seed=9)
+    latent_reference.store(LatentStoreCall(batch.cache, last, *vectors, LARGE))
+    for found, before in zip(batch.attend(kernel, 1), whole):
+        assert torch.equal(found[:2], before[:2])
+        assert not torch.equal(found[2], before[2])
 
 
 @pytest.mark.parametrize("block_size", [16, 48])
