@@ -21,8 +21,9 @@ which are CUDA's if these can be built; their ``_triton`` arms always run Triton
 turbo4_slices attends with the CUDA kernels of compute capability 10.0 and 12.0, and
 turbo4_slices_8x with those of 8.0 to 8.9, which also run on later GPUs.
 turbo4_warpgroups attends with Hopper's products of warpgroups whose columns are query
-rows, whatever their number, and turbo4_rows with those whose rows they are. An arm that
-cannot run here ends as a row with its error.
+rows, whatever their number, and turbo4_rows with those whose rows they are. The
+``_listed`` arms attend to lists of 2048 tokens, as in sparse MLA, and fp8ds_listed is
+FLASHMLA_SPARSE. An arm that cannot run here ends as a row with its error.
 """
 
 import argparse
@@ -50,6 +51,7 @@ from turbo_mla_arms import (
     TritonArm,
     TurboArm,
 )
+from turbo_mla_listed import ListedFlashMLAArm, ListedTurboArm
 
 TURBO_DTYPES = ("turbo4", "turbo3")
 # An arm's name begins with the name of its cache. Arms with the same cache share it.
@@ -69,6 +71,11 @@ ARMS: dict[str, Callable[..., Arm]] = {
         f"turbo4_{name}": partial(TurboArm, cache_dtype="turbo4", kernels=name)
         for name in PLANS
     },
+    "fp8ds_listed": ListedFlashMLAArm,
+    "turbo4_listed": partial(ListedTurboArm, cache_dtype="turbo4"),
+    "turbo4_triton_listed": partial(
+        ListedTurboArm, cache_dtype="turbo4", kernels="triton"
+    ),
 }
 DEFAULT_SHAPES = (
     *(f"32x32768x{rows}" for rows in ("8", "16", "20", "32", "64", "20x4", "128")),
@@ -133,7 +140,8 @@ def parts_of(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]
     }
     if chunk := batch.chunk(args.prefill_tokens):
         parts["prefill_store"] = partial(arm.write, *chunk)
-    if 0 < args.gather_tokens <= batch.shape.batch * batch.shape.context:
+    num_tokens = batch.shape.batch * batch.shape.context
+    if not arm.num_read and 0 < args.gather_tokens <= num_tokens:
         context = Chunk(batch, args.gather_tokens)
         output = torch.empty(context.num_tokens, SIZE, dtype=DTYPE, device=batch.device)
         parts["gather"] = partial(arm.gather, context, output)
@@ -144,7 +152,8 @@ def count_bytes(arm: Arm, part: str, args: argparse.Namespace) -> int | None:
     """Bytes that a part reads and writes; None if they do not bound its time."""
     shape, row_bytes = arm.batch.shape, SIZE * DTYPE.itemsize
     if part == "attention":
-        return shape.batch * shape.context * arm.token_bytes
+        num_tokens = min(shape.context, arm.num_read or shape.context)
+        return shape.batch * num_tokens * arm.token_bytes
     if part == "prefill_store":
         return args.prefill_tokens * (row_bytes + arm.token_bytes)
     if part == "gather":

@@ -73,12 +73,14 @@ class Arm(ABC):
         batch: The step.
         cache: (num_blocks, BLOCK_SIZE, C).
         token_bytes: C in bytes.
+        num_read: The most tokens that a query token attends to; 0 for all that it sees.
         relative_error: The gate's bound for attention to the cache's content.
 
     """
 
     cache: torch.Tensor
     token_bytes: int
+    num_read = 0
     relative_error = 0.01
 
     def __init__(self, batch: Batch) -> None:

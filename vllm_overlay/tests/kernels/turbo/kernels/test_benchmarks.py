@@ -54,3 +54,15 @@ def test_decodes(decode: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str)
     )
     makers = decode.choose_arms(args)
     decode.gate(makers[name], decode.Shape.parse("1x64x4x2x64"), args)
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "name", ["turbo4", "turbo4_mean", "turbo4_listed", "turbo4_triton_listed"]
+)
+def test_latents(decode: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str):
+    import benchmark_turbo_mla as mla
+
+    monkeypatch.setattr(mla, "GATE_LENS", LENGTHS)
+    args = argparse.Namespace(device="cuda" if ON_GPU else "cpu")
+    mla.gate(mla.ARMS[name], mla.Shape.parse("1x64x4"), args)
