@@ -17,9 +17,13 @@ LEFT_OUT = pytest.StashKey[int]()
 
 
 def values_of(item: pytest.Function) -> Iterator[str]:
-    """Yields a case's parameters with their values. Kernels have names."""
+    """Yields a case's parameters with their values.
+
+    A kernel is made anew for each case, and its text has addresses, but it has a name.
+    """
     for name, value in item.callspec.params.items():
-        yield f"{name}={getattr(value, 'name', value)}"
+        text = str(value)
+        yield f"{name}={getattr(value, 'name', text) if ' at 0x' in text else text}"
 
 
 @pytest.hookimpl(trylast=True)

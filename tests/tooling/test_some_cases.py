@@ -24,6 +24,22 @@ def test_many(dtype, size, kernel):
     assert (size, dtype) != (256, "fp16")
 
 
+class Layout(Kernel):
+    def __str__(self):
+        return f"{self.name} of {self.size}"
+
+
+def layout(size):
+    made = Layout("turbo4")
+    made.size = size
+    return made
+
+
+@pytest.mark.parametrize("layout", [layout(x) for x in (64, 128, 64, 128, 64)])
+def test_layouts(layout):
+    pass
+
+
 @pytest.mark.parametrize("size", range(4))
 def test_few(size):
     pass
@@ -49,11 +65,12 @@ def test_cases_have_every_value(tmp_path: Path) -> None:
     assert len(many) == 5
     values = {value for case in many for value in case.split("-")}
     assert values == {"fp16", "bf16", "64", "128", "256", "kernel0", "kernel1"}
+    assert said.count("::test_layouts") == 2
     assert said.count("test_few") == 4 and said.count("test_one") == 1
-    assert "10/17 tests collected (7 deselected)" in said
+    assert "12/22 tests collected (10 deselected)" in said
 
 
 def test_processes_choose_the_same(tmp_path: Path) -> None:
     """Otherwise pytest-xdist ends with an error."""
     status, said = run(tmp_path, "-n", "2")
-    assert status == 1 and "1 failed, 9 passed" in said, said
+    assert status == 1 and "1 failed, 11 passed" in said, said
