@@ -53,7 +53,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         "benchmarks/results/h200/families.jsonl",
         "benchmarks/results/h200/models.jsonl",
     ),
-    "DeepseekV32ForCausalLM": ("tests/engine/test_sparse_mla.py",),
+    "DeepseekV32ForCausalLM": (
+        "tests/engine/test_sparse_mla.py",
+        "benchmarks/results/h200/sparse_mla.jsonl",
+    ),
 }
 # Where the engine of a path of RUNS ran, by the start of the path.
 PLACES = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}
