@@ -145,6 +145,16 @@ def test_what_no_cuda_kernel_decodes_is_not_built(monkeypatch):
         assert len(modules_for([LATENT_DECODE], LAYOUT, demand, GPU)) == count
 
 
+def test_lists_of_drafts_need_no_more_modules(monkeypatch):
+    """Query tokens with lists share no rows of a pass."""
+    monkeypatch.setattr(cuda_family, "capability_of", lambda _: 90)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    names = [x.name for x in LatentSource(LAYOUT, 16, 4, is_sparse=True).modules()]
+    assert [x for x in names if "decode" in x] == [
+        "latent_decode turbo4_512_64_16_listed"
+    ]
+
+
 def test_hoppers_lists_have_splits_of_their_own(hopper):
     """64 heads take two passes there, where pages take one."""
     chosen = choose.share_kernels("cuda", LatentSource(LAYOUT, 64, 1, True)).kernels

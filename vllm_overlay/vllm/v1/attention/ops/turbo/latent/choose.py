@@ -44,7 +44,9 @@ class LatentSource(KernelSource[LatentKernels]):
         from vllm.v1.attention.ops.turbo.cuda.family import Demand, modules_for
         from vllm.v1.attention.ops.turbo.cuda.latent_modules import LATENT_FAMILIES
 
-        demand = Demand(self.num_heads, self.max_query_len, has_lists=self.is_sparse)
+        # Query tokens with lists share no rows of a pass.
+        query_len = 1 if self.is_sparse else self.max_query_len
+        demand = Demand(self.num_heads, query_len, has_lists=self.is_sparse)
         return modules_for(LATENT_FAMILIES, self.layout, demand)
 
     def cuda(self, reason: str) -> LatentKernels:
