@@ -4,6 +4,8 @@
 
 from typing import NamedTuple
 
+BARRIER = "  __syncthreads();\n"
+
 
 class Change(NamedTuple):
     """A change to a source that changes no result.

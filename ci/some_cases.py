@@ -13,7 +13,7 @@ from covering import covering
 
 # Cases of a test that all run.
 FEW = 4
-LEFT_OUT = pytest.StashKey[int]()
+SAID = "left out: cases whose values others have, which run with --all"
 
 
 def values_of(item: pytest.Function) -> Iterator[str]:
@@ -42,5 +42,8 @@ def pytest_collection_modifyitems(
         for item in {*own} - {*covering(own, values_of, together=1)}
     }
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    config.stash[LEFT_OUT] = len(left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(SAID)

@@ -95,7 +95,7 @@ kernels() {
   # The interpreter takes one core.
   some=
   if without_gpu && [ -z "$all" ]; then some=some_cases; fi
-  PYTHONPATH=$PWD/ci OMP_NUM_THREADS=1 python -m pytest -q "$@" ${some:+-p "$some"} \
+  PYTHONPATH=$PWD/ci${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 python -m pytest -q "$@" ${some:+-p "$some"} \
     -n logical --dist worksteal --durations=5 vllm_overlay/tests/kernels/turbo
   if without_gpu; then
     # CUDA's kernels, a few cases of them, on an emulated GPU.

@@ -74,3 +74,4 @@ def test_processes_choose_the_same(tmp_path: Path) -> None:
     """Otherwise pytest-xdist ends with an error."""
     status, said = run(tmp_path, "-n", "2")
     assert status == 1 and "1 failed, 11 passed" in said, said
+    assert "cases whose values others have, which run with --all" in said

@@ -39,7 +39,6 @@ from turbo_decode_timing import capture, measure, measure_device, spread
 from turbo_mla_arms import (
     BLOCK_SIZE,
     DTYPE,
-    PLANS,
     RANK,
     SIZE,
     Arm,
@@ -49,9 +48,9 @@ from turbo_mla_arms import (
     FlashMLAArm,
     Shape,
     TritonArm,
-    TurboArm,
 )
 from turbo_mla_listed import ListedFlashMLAArm, ListedTurboArm
+from turbo_mla_packed import PLANS, TurboArm
 
 TURBO_DTYPES = ("turbo4", "turbo3")
 # An arm's name begins with the name of its cache. Arms with the same cache share it.

@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from turbo_mla_arms import BLOCK_SIZE, DTYPE, RANK, ROPE, Arm, Batch, Chunk, TurboArm
+from turbo_mla_arms import BLOCK_SIZE, DTYPE, RANK, ROPE, Arm, Batch, Chunk
+from turbo_mla_packed import TurboArm
 
 # The most tokens of a list, in DeepSeek V3.2 and GLM-5.
 MOST_LISTED = 2048
@@ -38,47 +39,11 @@ class ListedTurboArm(TurboArm):
 
     num_read = MOST_LISTED
 
-    def __init__(
-        self,
-        batch: Batch,
-        cache_dtype: str,
-        kernels: str = "auto",
-        cache: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(batch, cache_dtype, kernels, cache)
-        from vllm.v1.attention.ops.turbo.choose import choose_kernels
-        from vllm.v1.attention.ops.turbo.latent.choose import LatentSource
-
-        heads = batch.shape.num_heads
-        source = LatentSource(self.layout, heads, 1, is_sparse=True)
-        self.kernels = choose_kernels(kernels, source)
-
-    @cached_property
-    def calls(self) -> tuple[Any, Any]:
-        from vllm.utils.platform_utils import num_compute_units
-        from vllm.v1.attention.ops.turbo.interface import DecodeBatch, Partials
+    def decode_batch(self) -> Any:
+        from vllm.v1.attention.ops.turbo.interface import DecodeBatch
 
         slots, counts = list_tokens(self.batch)
-        num_tokens, heads = self.batch.query.shape[:2]
-        splits = self.kernels.num_decode_splits(
-            num_tokens, heads, num_compute_units(0), 1
-        )
-        rows = num_tokens * splits
-        output = torch.empty(rows, heads, RANK, device=self.batch.device)
-        partials = Partials(output, output.new_empty(output.shape[:2]))
-        return DecodeBatch(num_tokens, slots, counts), partials
-
-    def attention(self) -> torch.Tensor:
-        from vllm.v1.attention.ops.turbo.latent.interface import LatentCall
-
-        query, rope, output, lse = self.rotated
-        batch, partials = self.calls
-        pages = self.cache, self.layout, batch
-        call = LatentCall(
-            *pages, self.batch.shape.scale, output, lse, query, rope, is_sparse=True
-        )
-        self.kernels.decode_attention(call, partials)
-        return output
+        return DecodeBatch(len(slots), slots, counts)
 
 
 class ListedFlashMLAArm(Arm):

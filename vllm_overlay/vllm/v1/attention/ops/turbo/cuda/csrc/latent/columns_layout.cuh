@@ -16,7 +16,7 @@ constexpr int kOutputs = LATENT_RANK / 64;
 // Warpgroups of producers, each with a stage.
 constexpr int kProducers = 2;
 
-// Whether tokens are listed by their slots.
+// Tokens are listed by their slots, or lie in order in a sequence's blocks.
 constexpr bool kListed = LATENT_LISTED;
 static_assert(
     !kListed || LATENT_RANK % 512 == 0,
