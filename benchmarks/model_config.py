@@ -5,7 +5,13 @@
 from typing import Any
 
 # Lists of a configuration with an item for each layer.
-PER_LAYER = ("layer_types", "hybrid_override_pattern", "no_rope_layers")
+PER_LAYER = (
+    "layer_types",
+    "hybrid_override_pattern",
+    "no_rope_layers",
+    "hybrid_layer_pattern",
+    "moe_layer_freq",
+)
 # Group sizes of AWQ's tools, which take a smaller one if a weight is no multiple.
 AWQ_GROUPS = (128, 64, 32)
 # Modules that AWQ's checkpoints of hybrids leave unquantised. Without names, vLLM reads
