@@ -36,7 +36,9 @@ from ..utils import DEVICE, ON_GPU, requires_triton
 from .latent_utils import latent_presets
 from .mla_utils import (
     FP32,
+    NOPE,
     NUM_HEADS,
+    V_SIZE,
     MLABatch,
     make_mla_builder,
     make_mla_config,
@@ -232,6 +234,14 @@ def test_nothing_is_kept_among_the_weights(folder, monkeypatch):
     weight = torch.empty(512, NUM_HEADS, 64, device="meta")
     rotated, _ = impl.transform_absorbed_weights(weight, weight)
     assert rotated.device.type == "meta" and set(devices) == {"cpu"}
+
+
+def test_absorbed_weights_keep_their_layout(folder):
+    """The latent's axis has stride 1, as in vLLM's own: cuBLAS is faster with it."""
+    layer = make_mla_layer(make_mla_config(folder))
+    # (N, P, L) and (N, L, V).
+    assert layer.W_UK_T.stride() == (NOPE * 512, 512, 1)
+    assert layer.W_UV.stride() == (V_SIZE * 512, 1, 512)
 
 
 @latent_presets
