@@ -21,9 +21,8 @@ constexpr int kRunWords = 4;
 constexpr int kRowBytes = LATENT_RANK / 2;
 constexpr int kHalfBytes = 8 * kRowBytes;
 constexpr int kOtherBytes = TILE_BYTES - 2 * kHalfBytes;
-// Codes of the second eight tokens are moved by half of the banks. Rows 2 * i
-// are the first eight, and rows 2 * i + 1 the second, so that lanes that load
-// together use all banks.
+// Codes of the second eight tokens are moved by half of the banks, so that
+// lanes that load together use all banks: see token_of_row.
 constexpr int kSecondHalf = kHalfBytes + 64;
 constexpr int kOthers = kSecondHalf + kHalfBytes;
 constexpr int kTileSpace = (kOthers + kOtherBytes + 127) / 128 * 128;
@@ -34,9 +33,11 @@ static_assert(LATENT_BITS == 4 && SCALE_WORD_BYTES == 4 &&
               SCALE_WORD_GROUPS == 8 && SCALE_DELTA_STEP == 1);
 static_assert(kRowBytes % 128 == 0 && kOtherBytes % 16 == 0);
 
-// The token of a tile in row g. Row g + 8 has the token four later.
+// The token of a tile in row g. Row g + 8 has the token four later. Rows 2 * i
+// and the next have tokens of both halves, one even and one odd, whose words of
+// codes, of the rope and of scales have different banks.
 __device__ __forceinline__ int token_of_row(int g) {
-  return (g & 1) * 8 + (g >> 1);
+  return (g & 1) * 9 ^ g >> 1;
 }
 
 // Copy a tile, which takes kTileSpace bytes of shared memory.
