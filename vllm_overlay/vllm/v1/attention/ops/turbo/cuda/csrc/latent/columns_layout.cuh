@@ -18,9 +18,6 @@ constexpr int kProducers = 2;
 
 // Tokens are listed by their slots, or lie in order in a sequence's blocks.
 constexpr bool kListed = LATENT_LISTED;
-static_assert(
-    !kListed || LATENT_RANK % 512 == 0,
-    "bulk copies are of 16 bytes, as are the scales of 512 coordinates");
 constexpr int kCopySpace = kListed ? kListedSpace : kTileSpace;
 constexpr int kWalkStride = kProducers * kStepTiles;
 using ColumnsWalk =

@@ -68,9 +68,8 @@ struct ColumnsProducer {
   Announcer<Shared> announcer;
   ColumnsWalk walk;
   Stage<kProducers> segment;
-  int parity = 0;         // of the warpgroup's stage
-  int copied_parity = 0;  // of the warp's copies
-  int next = 0;           // the stage of the segment's first step
+  int parity = 0;  // of the warpgroup's stage
+  int next = 0;    // the stage of the segment's first step
 
   __device__ __forceinline__ ColumnsProducer(Shared& shared, int warp,
                                              const LatentParams& p)
@@ -109,10 +108,7 @@ struct ColumnsProducer {
     for (int step = first; step < s.last_step; step += kProducers) {
       const int num_tokens =
           s.num_tokens - step * kStepTokens - tile * TILE_TOKENS;
-      if (num_tokens > 0) {
-        wait_for(shared.copied[warp], copied_parity);
-        copied_parity ^= 1;
-      }
+      if (num_tokens > 0) walk.wait(shared_address(&shared.copied[warp]));
       LaneTile taken;
       taken.load(shared.copies[warp], num_tokens, walk, lane);
       float scores[columns / 2];

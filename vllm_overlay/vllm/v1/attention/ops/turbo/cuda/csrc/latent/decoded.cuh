@@ -115,7 +115,8 @@ struct TileWalk {
   int next_tile = 0, last_tile = 0;
   // The next tile's block of the sequence, and its place in the block.
   int place = 0, in_block = 0;
-  int block = 0;  // that block in the cache, loaded early
+  int block = 0;   // that block in the cache, loaded early
+  int copied = 0;  // the parity of copies
 
   __device__ __forceinline__ bool has_next() const {
     return next_tile < last_tile;
@@ -156,6 +157,11 @@ struct TileWalk {
     const uint8_t* tile = next(nothing);
     if (threadIdx.x % 32 == 0) copy_tile(target, tile, barrier);
     advance();
+  }
+  // Wait for the tile that was copied.
+  __device__ __forceinline__ void wait(uint32_t barrier) {
+    wait_barrier(barrier, copied);
+    copied ^= 1;
   }
   // The byte of the rope's scales that a lane has of token n.
   static __device__ __forceinline__ int scale_of(int n, int t) {

@@ -9,12 +9,13 @@
 
 namespace turbo {
 
+static_assert(!LATENT_LISTED || (LATENT_RANK == 512 && ROPE_SIZE == 64),
+              "other sizes have no lists");
+
 // The scales of the rope of a token come with those of three neighbours.
-constexpr int kScaleBytes = 16;
-constexpr int kScaleTokens = kScaleBytes / (ROPE_SIZE ? ROPE_SIZE / 16 : 4);
-constexpr int kListedSpace = kRopeScales + TILE_TOKENS * kScaleBytes;
-constexpr int kListedBytes =
-    kRowBytes + LATENT_RANK / 32 + (ROPE_SIZE ? ROPE_SIZE + kScaleBytes : 0);
+constexpr int kChunk = 16;  // bytes of a copy
+constexpr int kScaleTokens = kChunk / (ROPE_SIZE ? ROPE_SIZE / 16 : 4);
+constexpr int kListedSpace = kRopeScales + TILE_TOKENS * kChunk;
 
 // The tokens of a segment that a warp decodes, a tile of the list at once.
 //
@@ -47,43 +48,66 @@ struct ListWalk {
                     (num_tokens + TILE_TOKENS - 1) / TILE_TOKENS);
     ask(threadIdx.x % 32);
   }
-  // Copy the next tokens to the places of a tile, one by each lane.
+  // Copy a chunk, if its token n is of the tile.
+  //
+  // source: the chunk's place in the cache, which the lane of the token has.
+  __device__ __forceinline__ void copy_chunk(uint32_t target, int64_t source,
+                                             int n, int place) const {
+    source = __shfl_sync(~0u, source, n);
+    if (n < count()) copy_async(target, p.kv_cache + source + place);
+  }
+  // Copy the next tokens to the places of a tile.
   //
   // nothing: a zero that depends on what must come first.
-  __device__ __forceinline__ void copy(uint32_t target, uint32_t barrier,
-                                       int nothing) {
-    const int lane = threadIdx.x % 32, tokens = count();
-    if (lane == 0) expect_bytes(barrier, tokens * kListedBytes);
-    __syncwarp();
-    if (lane < tokens) {
-      const int tile = (slot + nothing) / TILE_TOKENS;
-      const int block = tile / p.tiles_per_block;
-      const uint8_t* source = p.kv_cache +
-                              int64_t(block) * p.stride_cache_block +
-                              (tile - block * p.tiles_per_block) * TILE_BYTES;
-      row = slot % TILE_TOKENS;
-      copy_bulk(target + lane / 8 * kSecondHalf + lane % 8 * kRowBytes,
-                source + row * kRowBytes, kRowBytes, barrier);
-      constexpr int kScales = LATENT_RANK / 32;
-      copy_bulk(target + kLatentScales + lane * kScales,
-                source + LATENT_SCALES_OFFSET + row * kScales, kScales,
-                barrier);
-      if constexpr (ROPE_SIZE != 0) {
-        copy_bulk(target + kRopes + lane * ROPE_SIZE,
-                  source + ROPE_OFFSET + row * ROPE_SIZE, ROPE_SIZE, barrier);
-        copy_bulk(
-            target + kRopeScales + lane * kScaleBytes,
-            source + ROPE_SCALES_OFFSET + row / kScaleTokens * kScaleBytes,
-            kScaleBytes, barrier);
-      }
+  __device__ __forceinline__ void copy(uint32_t target, uint32_t, int nothing) {
+    const int lane = threadIdx.x % 32;
+    const int tile = (slot + nothing) / TILE_TOKENS;
+    const int block = tile / p.tiles_per_block;
+    const int64_t source = int64_t(block) * p.stride_cache_block +
+                           (tile - block * p.tiles_per_block) * TILE_BYTES;
+    row = slot % TILE_TOKENS;
+    constexpr int kCodes = kRowBytes / kChunk,
+                  kRope = ROPE_SIZE ? ROPE_SIZE / kChunk : 1;
+    constexpr int kScales = LATENT_RANK / 32;
+    static_assert(kScales <= kChunk);
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS * kCodes / 32; ++i) {
+      const int n = i * (32 / kCodes) + lane / kCodes;
+      const int place = lane % kCodes * kChunk;
+      copy_chunk(target + n / 8 * kSecondHalf + n % 8 * kRowBytes + place,
+                 source + row * kRowBytes, n, place);
     }
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS * kRope / 32; ++i) {
+      const int n = i * (32 / kRope) + lane / kRope;
+      const int place = lane % kRope * kChunk;
+      copy_chunk(target + kRopes + n * ROPE_SIZE + place,
+                 source + ROPE_OFFSET + row * ROPE_SIZE, n, place);
+    }
+    const int n = lane % TILE_TOKENS;
+    const bool is_rope = lane >= TILE_TOKENS;
+    const int64_t scales = source + LATENT_SCALES_OFFSET + row * kScales;
+    const int64_t rope_scales =
+        source + ROPE_SCALES_OFFSET + row / kScaleTokens * kChunk;
+    const int64_t from = __shfl_sync(~0u, rope_scales, n);
+    if (n < count()) {
+      copy_async(target + (is_rope ? kRopeScales + n * kChunk
+                                   : kLatentScales + n * kScales),
+                 p.kv_cache + (is_rope ? from : scales));
+    }
+    commit_copies();
     next_tile += kStride;
     ask(lane);
+  }
+  // Wait for the tile that was copied.
+  __device__ __forceinline__ void wait(uint32_t) const {
+    wait_copies<0>();
+    __syncwarp();
   }
   // The byte of the copied rope scales that the lane has of token n.
   __device__ __forceinline__ int scale_of(int n, int t) const {
     const int own = __shfl_sync(~0u, row, n);
-    return n * kScaleBytes + own % kScaleTokens * (ROPE_SIZE / 16) + t;
+    return n * kChunk + own % kScaleTokens * (ROPE_SIZE / 16) + t;
   }
 };
 
