@@ -29,8 +29,8 @@ __device__ __forceinline__ void add_step(ColumnsAccumulator<columns>& acc,
       const int place = m * kOperandBytes + i * TILE_TOKENS * kPlaceBytes;
       wgmma_shared(acc.output[m],
                    wgmma_descriptor(values + place / 16, kRowsLayout),
-                   wgmma_descriptor(weights + i * 256 / 16,
-                                    wgmma_layout<0>(16 * kStepTokens)));
+                   wgmma_descriptor(weights + i * kWarpBytes / 16,
+                                    wgmma_layout<0>(kScoreBytes)));
     }
   }
   wgmma_commit();
@@ -71,7 +71,7 @@ struct ColumnsConsumer {
         scores[4 * n] = x.x, scores[4 * n + 1] = x.y;
         scores[4 * n + 2] = x.z, scores[4 * n + 3] = x.w;
       }
-      own.sync();  // before scores that were read are replaced
+      __syncwarp();  // before scores that were read are replaced
       weigh_step(shared, acc, scores, s, step, own,
                  reinterpret_cast<uint8_t*>(shared.scores[stage.index]));
       const int at = uniform(stage.index);

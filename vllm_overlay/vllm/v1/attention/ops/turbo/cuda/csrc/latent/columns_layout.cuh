@@ -23,6 +23,10 @@ constexpr int kWalkStride = kProducers * kStepTiles;
 using ColumnsWalk =
     std::conditional_t<kListed, ListWalk<kWalkStride>, TileWalk<kWalkStride>>;
 
+// Bytes of the scores of a block of eight columns: of a warpgroup, of a warp.
+constexpr int kScoreBytes = kGroupThreads * 16;
+constexpr int kWarpBytes = kScoreBytes / kStepTiles;
+
 template <int columns>
 struct alignas(1024) ColumnsShared
     : DecodedSteps<kProducers, LATENT_RANK / 64> {
@@ -32,8 +36,8 @@ struct alignas(1024) ColumnsShared
   uint8_t query[kOperandBlocks][kQueryBytes];
   // Tiles of producers' warps.
   uint8_t copies[kProducers * kStepTiles][kCopySpace];
-  // Scores of a stage, as the lanes of a warpgroup have them. Weights replace
-  // them: core matrices of 16 bytes by eight tokens, by block of columns.
+  // Scores of a stage, as the lanes of a warpgroup have them. A warp's weights
+  // replace its own: core matrices of 16 bytes by eight tokens.
   float4 scores[kProducers][columns / 8][kGroupThreads];
   // Per pair of columns: the factors of scores, then the references.
   float4 scaling[kSets][columns / 2];

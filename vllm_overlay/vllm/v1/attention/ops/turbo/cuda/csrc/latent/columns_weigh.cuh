@@ -21,7 +21,7 @@ __device__ __forceinline__ void weigh(float (&weights)[kScores],
       float* w = weights + 4 * n + 2 * r;
       w[0] = exp2_approx(exponents[4 * n + 2 * r]);
       w[1] = exp2_approx(exponents[4 * n + 2 * r + 1]);
-      *reinterpret_cast<__half2*>(target + n * (16 * kStepTokens) + 128 * r) =
+      *reinterpret_cast<__half2*>(target + n * kScoreBytes + 128 * r) =
           __floats2half2_rn(w[0], w[1]);
     }
   }
@@ -106,8 +106,8 @@ __device__ __forceinline__ void weigh_step(ColumnsShared<columns>& shared,
                                            uint8_t* stored) {
   const int g = own.lane / 4, t = own.lane % 4;
   const int first_token = step * kStepTokens + own.warp * TILE_TOKENS;
-  // Token 16 * warp + g of the core matrices. The token eight later follows.
-  uint8_t* target = stored + (16 * own.warp + g) * 16 + 4 * t;
+  // Token g of the warp's core matrices. The token eight later follows.
+  uint8_t* target = stored + own.warp * kWarpBytes + g * 16 + 4 * t;
   float exponents[columns / 2], weights[columns / 2];
   float above = 0.0f;
 #pragma unroll
