@@ -76,7 +76,15 @@ template <int columns>
 struct ColumnsAccumulator {
   float output[kOutputs][columns / 2];
   float sum[columns / 4];
+  float4 scaling[columns / 8];  // of the lane's pairs of columns
 
+  // Read the scaling of a segment, which has been written.
+  __device__ __forceinline__ void load_scaling(
+      const ColumnsShared<columns>& shared, int t) {
+#pragma unroll
+    for (int n = 0; n < columns / 8; ++n)
+      scaling[n] = shared.scaling[0][4 * n + t];
+  }
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int m = 0; m < kOutputs; ++m) {
