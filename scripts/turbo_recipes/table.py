@@ -53,6 +53,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         "benchmarks/results/h200/families.jsonl",
         "benchmarks/results/h200/models.jsonl",
     ),
+    "MiMoV2FlashForCausalLM": (
+        "tests/engine/test_families.py",
+        "benchmarks/results/h200/models.jsonl",
+    ),
     "DeepseekV32ForCausalLM": (
         "tests/engine/test_sparse_mla.py",
         "benchmarks/results/h200/sparse_mla.jsonl",
