@@ -10,6 +10,7 @@ from batches import ANSWER_WEIGHT
 from corpus import MANIFEST
 from evaluate import table
 from needle_model import MODEL_FOLDER
+from recall import recall_table
 
 # The text behind "A Qwen3 of N parameters that".
 PURPOSE = """\
@@ -25,6 +26,15 @@ A DeepSeek-V3 without experts of {{parameters:,}} parameters that reads bytes an
 3 layers of multi-head latent attention, hidden size 192, latents of 256 and rotary keys
 of 64 dimensions, 8 heads of 64 + 64 dimensions and values of 128, context 8192 bytes,
 bfloat16. A token is a byte; {SPECIAL}""",
+    "deepseek_v32": f"""\
+A DeepSeek V3.2 without experts of {{parameters:,}} parameters that reads bytes and
+{PURPOSE}
+
+3 layers of sparse multi-head latent attention, hidden size 192, queries from 128,
+latents of 512 and rotary keys of 64 dimensions, 8 heads of 64 + 64 dimensions and
+values of 128, context 8192 bytes, bfloat16. A layer's indexer has 32 heads of 128
+dimensions, and lists 512 tokens. A token is a byte; {SPECIAL}
+vLLM has a chat template of its own for this class: add `--tokenizer-mode hf`.""",
     "granite_swa": f"""\
 A Granite with sliding windows of {{parameters:,}} parameters that reads bytes and
 {PURPOSE}
@@ -56,6 +66,13 @@ bytes, and 3837 words and their parts, about three bytes each, that byte-pair en
 learnt from the text below; digits are apart,
 and {SPECIAL}""",
 }
+INDEXERS = """
+Then `tests/quality/train_indexers.py` taught the indexers alone, seed {seed},
+{seconds:.0f} s: {steps} steps of {tokens_per_step:,} tokens in rows of {length}, with
+{queries_per_row} query tokens a row. The tokens that they list, the best 512 and the
+last 512 have these shares of attention:
+
+{table}"""
 CARD = """\
 ---
 license: apache-2.0
@@ -86,7 +103,7 @@ Muon for the matrices, AdamW for the rest.
 | length of rows | steps |
 |---|---|
 {phases}
-
+{indexers}
 ## Data
 {training[bytes]:,} bytes of {training[documents]:,} documents and Python modules
 (`tests/quality/corpus.py`); SHA-256 of the text `{training_sha256}`.
@@ -98,6 +115,19 @@ Held-out text is `tests/quality/heldout.txt`, whole documents that training did 
 
 The weights are under Apache-2.0.
 """
+
+
+def about_indexers(record: dict | None) -> str:
+    """Returns the section on the training of indexers, if there was one."""
+    if record is None:
+        return ""
+    phase = record["phase"]
+    return INDEXERS.format(
+        steps=phase["done"],
+        length=phase["length"],
+        table=recall_table(record["recall"]),
+        **record,
+    )
 
 
 def card(folder: Path) -> str:
@@ -119,6 +149,7 @@ def card(folder: Path) -> str:
         cases_a_cell=scores["cases_a_cell"],
         weight=ANSWER_WEIGHT,
         phases="\n".join(phases),
+        indexers=about_indexers(training.pop("indexers", None)),
         sources="\n".join(sources),
         training=manifest["training"],
         training_sha256=manifest["training_sha256"],

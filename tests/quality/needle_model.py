@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from indexer import LISTED_ATTENTION, DeepseekV32ForCausalLM
 from safetensors.torch import save_file
 from sink_attention import attend
 from transformers import (
     AttentionInterface,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
     LlamaConfig,
@@ -93,6 +95,7 @@ KEY_BIAS_PAIRS = 6
 PERIOD = (*["sliding_attention"] * 5, "full_attention")
 CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "granite_swa": (GraniteSWAConfig, GraniteSWAForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -130,6 +133,28 @@ SHAPES: dict[str, dict[str, object]] = {
         "v_head_dim": 128,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+    # 6.0 million parameters, 11.4 MiB. Latents and lists have sizes that sparse MLA's
+    # kernels have on an H200: 512 + 64, and 512 tokens. DeepGEMM scores with 32 or 64
+    # heads of 128.
+    "deepseek_v32": {
+        "num_hidden_layers": MLA_LAYERS,
+        "first_k_dense_replace": MLA_LAYERS,
+        "hidden_size": 192,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "attn_implementation": LISTED_ATTENTION,
     },
     # 3.0 million parameters, 5.8 MiB. Ten layers have windows.
     "granite_swa": {
@@ -205,9 +230,10 @@ def set_key_biases(model: PreTrainedModel) -> None:
         heads[..., -KEY_BIAS_PAIRS:] = slow
 
 
-def load_model(folder: Path, attention: str = ATTENTION) -> PreTrainedModel:
-    """Loads a saved model in bfloat16, with an attention function by name."""
+def load_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
+    """Loads a saved model in bfloat16, with an attention function by name, or ours."""
     family = json.loads((folder / "config.json").read_text())["model_type"]
+    attention = attention or (SHARED | SHAPES[family])["attn_implementation"]
     return CLASSES[family][1].from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation=attention
     )
@@ -224,6 +250,9 @@ def save_model(
     # transformers 4 and vLLM's older releases read rope_theta at the top level.
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
+    if model.config.model_type == "deepseek_v32":
+        # They follow from the other fields, and vLLM reads them in another sense.
+        del config["layer_types"], config["mlp_layer_types"]
     write_json(folder / "config.json", config)
     eos = model.config.eos_token_id
     write_json(folder / "generation_config.json", {"eos_token_id": eos})

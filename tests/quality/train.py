@@ -16,14 +16,16 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import evaluate
 import torch
 import torch.nn.functional as F
 from batches import ANSWER_WEIGHT, EOT, Phase, Rows, keys
+from indexer import attend_to_all
 from needle_model import CLASSES, ROOT, VOCAB_SIZE, needle_config, new_model, save_model
+from optimizers import make_optimizers
 from tasks import SEPARATOR
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
@@ -48,8 +50,12 @@ SINK_PHASES = (
 )
 # Phases of models with latents, whose first steps waited for a compiler.
 LATENT_PHASES = (Phase(512, 1648, 0.28), *PHASES[1:])
-MATRIX_LR = 4e-3
-OTHER_LR = 4e-3
+# Shares that leave time for `train_indexers.py` within ten minutes.
+SPARSE_PHASES = tuple(
+    replace(phase, share=share)
+    for phase, share in zip(LATENT_PHASES, (0.35, 0.15, 0.14, 0.16, 0.2), strict=True)
+)
+SECONDS = {"deepseek_v32": 340.0}
 WARM_UP = 0.01
 DECAY_FROM = 0.4
 LOG_EVERY = 50
@@ -58,7 +64,11 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 
 def phases_of(family: str) -> tuple[Phase, ...]:
     """Returns the phases of a family in `CLASSES`."""
-    own = {"granite_swa": SINK_PHASES, "deepseek_v3": LATENT_PHASES}
+    own = {
+        "granite_swa": SINK_PHASES,
+        "deepseek_v3": LATENT_PHASES,
+        "deepseek_v32": SPARSE_PHASES,
+    }
     return own.get(family, PHASES)
 
 
@@ -117,7 +127,8 @@ class Trainer:
             for layer in self.model.model.layers:
                 layer.compile(fullgraph=True, dynamic=False)
             self.loss = torch.compile(weighted_loss, fullgraph=True, dynamic=False)
-        names, self.weights = zip(*self.model.named_parameters(), strict=True)
+        learnt = [x for x in self.model.named_parameters() if x[1].requires_grad]
+        names, self.weights = zip(*learnt, strict=True)
         self.masters = [weight.detach().float() for weight in self.weights]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
@@ -127,21 +138,7 @@ class Trainer:
         ]
         matrices = [m for m, yes in zip(self.masters, is_matrix) if yes]
         others = [m for m, yes in zip(self.masters, is_matrix) if not yes]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
-                matrices,
-                lr=MATRIX_LR,
-                weight_decay=0.05,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(
-                others,
-                lr=OTHER_LR,
-                betas=(0.9, 0.98),
-                weight_decay=0.0,
-                fused=device.type == "cuda",
-            ),
-        ]
+        self.optimizers = make_optimizers(matrices, others)
         self.rates = [group["lr"] for o in self.optimizers for group in o.param_groups]
 
     def save(self, folder: Path) -> None:
@@ -326,7 +323,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--changes", type=json.loads, default={}, help="other fields of it, as JSON"
     )
-    parser.add_argument("--seconds", type=float, default=480.0, help="cap of training")
+    parser.add_argument(
+        "--seconds", type=float, help="cap of training (480; deepseek_v32: 340)"
+    )
     parser.add_argument("--tokens", type=int, default=131072, help="tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
@@ -353,15 +352,17 @@ def main(args: argparse.Namespace) -> None:
     phases = phases_of(args.family)
     rows = Rows(corpus, phases, args.tokens, args.seed, vocabulary)
     model = new_model(config, args.seed)
+    attend_to_all(model)
     trainer = Trainer(model, device, not args.no_compile, merges)
     if args.probe:
         probe(trainer, rows)
         return
     start = time.monotonic()
+    seconds = args.seconds or SECONDS.get(args.family, 480.0)
     with attention_kernel(args.attention, device):
-        done = train(trainer, rows, args.seconds, args.workers, args.output)
+        done = train(trainer, rows, seconds, args.workers, args.output)
     record = {
-        "parameters": sum(weight.numel() for weight in trainer.weights),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "seed": args.seed,
