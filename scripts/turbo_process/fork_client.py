@@ -17,7 +17,11 @@ FORK_SERVER = Path(__file__).with_name("fork_server.py")
 CHILD_VARIABLES = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 # Variables that vLLM reads when an engine starts, not when it is imported. A server's
 # children may differ in these.
-OWN_VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NIXL_SIDE_CHANNEL_PORT"}
+OWN_VARIABLES = {
+    "VLLM_CACHE_ROOT",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+}
 
 
 class ForkedChild:
