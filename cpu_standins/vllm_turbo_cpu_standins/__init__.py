@@ -40,10 +40,11 @@ def register() -> list[str]:
     current_platform.import_kernels()
     registered = register_missing()
     if registered:
-        from vllm_turbo_cpu_standins.quantization import multiply_fp8_without_onednn
+        from vllm_turbo_cpu_standins import quantization
 
         have_no_amx()
-        multiply_fp8_without_onednn()
+        quantization.multiply_fp8_without_onednn()
+        quantization.multiply_halves_in_fp32()
     if "cpu_attention_with_kv_cache" in registered:
         from vllm_turbo_cpu_standins.attention import serve_any_cpu
 

@@ -381,3 +381,20 @@ def test_fp8_products_are_not_onednns(monkeypatch):
     quantization.multiply_fp8_without_onednn()
     assert torch._scaled_mm(torch.ones(1)) == 1
     assert seen == [False] and torch._C._get_mkldnn_enabled()
+
+
+def test_halves_are_multiplied_in_fp32(monkeypatch):
+    """Their own product takes eight times as long on some CPUs."""
+    seen = []
+
+    def linear(x: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
+        seen.append(x.dtype)
+        return x
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    quantization.multiply_halves_in_fp32()
+    quantization.multiply_halves_in_fp32()
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        ones = torch.ones(2, 2, dtype=dtype)
+        assert torch.nn.functional.linear(ones, ones, ones[0]).dtype == dtype
+    assert seen == [torch.float32, torch.float32, torch.float64]
