@@ -4,7 +4,8 @@
 
 It checks syntax, templates and static assertions. The emulated GPU's headers stand for
 CUDA's, so that neither nvcc nor a GPU is needed. Each two parts of modules' names that
-occur together do so here. ``ci/gpu.py architectures`` compiles all modules with nvcc.
+occur together do so here, for some architecture, and each part does for each one that
+has it. ``ci/gpu.py architectures`` compiles all modules with nvcc.
 """
 
 import sys
@@ -58,18 +59,29 @@ void run(float* out) { turbo::fill<SIZE>(out); }
 
 
 @cache
-def modules(capability: int) -> list[tuple[str, CudaModule]]:
-    served = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES)
+def served(capability: int) -> dict[str, CudaModule]:
+    return served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES)
+
+
+@cache
+def chosen() -> list[tuple[int, str, CudaModule]]:
+    """Modules with their architectures and names."""
+    every = [(x, *item) for x in ARCHITECTURES for item in served(x).items()]
     parts: dict[str, set[str]] = {}
-    for module in served.values():
+    for _, _, module in every:
         parts.setdefault(module.kernel, set()).update(parts_of(module))
 
-    def named(item: tuple[str, CudaModule]) -> list[tuple[str, str, bool]]:
-        _, module = item
+    def named(item: tuple[int, str, CudaModule]) -> list[tuple[str, str, bool]]:
+        capability, _, module = item
         own = parts_of(module)
-        return [(module.kernel, x, x in own) for x in parts[module.kernel]]
+        values = [(module.kernel, x, x in own) for x in parts[module.kernel]]
+        return [*values, (module.kernel, f"sm_{capability}", True)]
 
-    return covering(served.items(), named, together=2)
+    return covering(every, named, together=2)
+
+
+def modules(capability: int) -> list[tuple[str, CudaModule]]:
+    return [(name, module) for x, name, module in chosen() if x == capability]
 
 
 def parts_of(module: CudaModule) -> set[str]:
@@ -80,8 +92,7 @@ def parts_of(module: CudaModule) -> set[str]:
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_all_modules(capability, part):
     wrong = {}
-    chosen = modules(capability)[part::PARTS]
-    for name, module in chosen:
+    for name, module in modules(capability)[part::PARTS]:
         try:
             check(module.source, SOURCE_DIR, {HEADER_NAME: module.header}, module.flags)
         except CannotBuildError as error:
@@ -92,10 +103,10 @@ def test_all_modules(capability, part):
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_each_kernel_and_part_of_a_name_is_read(capability):
     """Every dtype, size and feature that serving may ask a kernel for is compiled."""
-    served = served_modules(capability, [*TURBO_PRESETS], HEAD_SIZES).values()
-    wanted = {(x.kernel, part) for x in served for part in parts_of(x)}
+    every = served(capability).values()
+    wanted = {(x.kernel, part) for x in every for part in parts_of(x)}
     found = {(x.kernel, part) for _, x in modules(capability) for part in parts_of(x)}
-    assert found == wanted and len(served) > 200
+    assert found == wanted and len(every) > 200
 
 
 @pytest.mark.parametrize("size, is_right", [(16, True), (12, False)])
