@@ -127,8 +127,9 @@ engine() {
     return
   fi
   apply
-  # The tests of a file share engines. Each engine takes one core, mostly.
-  python -m pytest -q -n logical --dist loadfile --no-loadscope-reorder \
+  # The tests of a file share engines. Each engine takes one core, mostly. Threads of
+  # PyTorch that wait for a core wait in a loop: three seconds become a minute.
+  OMP_NUM_THREADS=1 python -m pytest -q -n logical --dist loadfile --no-loadscope-reorder \
     --durations=5 ${all:+"$all"} tests/engine
 }
 
