@@ -48,6 +48,10 @@ def test_few(size):
 @pytest.mark.skipif(False, reason="")
 def test_one():
     pass
+
+
+def test_key_levels_are_the_fit():
+    pass
 """
 
 
@@ -67,7 +71,7 @@ def test_cases_have_every_value(tmp_path: Path) -> None:
     assert values == {"fp16", "bf16", "64", "128", "256", "kernel0", "kernel1"}
     assert said.count("::test_layouts") == 2
     assert said.count("test_few") == 4 and said.count("test_one") == 1
-    assert "12/22 tests collected (10 deselected)" in said
+    assert "12/23 tests collected (11 deselected)" in said
 
 
 def test_processes_choose_the_same(tmp_path: Path) -> None:

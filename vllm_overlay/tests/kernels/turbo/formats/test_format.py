@@ -344,6 +344,15 @@ def test_value_quadratic_is_the_levels(bits):
 on_cpu_alone = pytest.mark.skipif(ON_GPU, reason="the fit runs on CPUs alone")
 
 
+@on_cpu_alone
+def test_levels_are_near_a_small_fit():
+    x = gaussian_vectors(NUM_VECTORS // 15)
+    assert fit_values(x) == pytest.approx(fmt.VALUE_COEFFICIENTS, rel=0.02)
+    table, cubic = fit_keys(x)
+    assert table == pytest.approx(fmt.KEY_LEVELS, abs=1)
+    assert cubic == pytest.approx(fmt.KEY_COEFFICIENTS, rel=0.02)
+
+
 # The fit gives the constants again. Each has a test of its own, because fits take long.
 @on_cpu_alone
 def test_value_levels_are_the_fit():
