@@ -211,7 +211,8 @@ def mark_passed(
 
 def tests_of(families: Iterable[str]) -> list[Path]:
     """Returns test files that import families' modules, or helpers that import them.
-    Only whole runs have the tests that reach kernels through the backend.
+    Only whole runs have the tests that reach kernels through the backend. Of CUDA's
+    families the one that compiles for other GPUs is always among them.
     """
     modules = set()
     for family in families:
@@ -221,6 +222,8 @@ def tests_of(families: Iterable[str]) -> list[Path]:
     paths = {path.stem: path for path in TESTS.rglob("*.py")}
     names = {stem: imported(path) for stem, path in paths.items()}
     found = {stem for stem, own in names.items() if own & modules}
+    if any(x.startswith(f"{TURBO}.cuda.") for x in modules):
+        found.add("test_cuda_architectures")
     # Names of modules, with their folders, that are imported from these tests.
     helpers = {
         stem: {part for x in own if not x.startswith("vllm.") for part in x.split(".")}

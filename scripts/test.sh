@@ -92,11 +92,13 @@ kernels() {
     export TURBO_LAUNCHES="$scratch/launches"
     mkdir "$TURBO_LAUNCHES"
   fi
-  # The interpreter takes one core.
+  # The interpreter takes one core. Without --all some cases run, and no kernel is
+  # compiled again.
   some=
-  if without_gpu && [ -z "$all" ]; then some=some_cases; fi
-  PYTHONPATH=$PWD/ci${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 python -m pytest -q "$@" ${some:+-p "$some"} \
-    -n logical --dist worksteal --durations=5 vllm_overlay/tests/kernels/turbo
+  if without_gpu && [ -z "$all" ]; then some=yes; fi
+  PYTHONPATH=$PWD/ci${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 python -m pytest -q \
+    "$@" ${some:+-p some_cases -p compiled} -n logical --dist worksteal --durations=5 \
+    vllm_overlay/tests/kernels/turbo
   if without_gpu; then
     # CUDA's kernels, a few cases of them, on an emulated GPU.
     OMP_NUM_THREADS=1 python -m pytest -q "$@" -p vllm_turbo_cpu_standins.cuda.plugin \

@@ -112,6 +112,7 @@ def test_parts_of_other_sources_or_sizes_do_not(digests, shard):
 def test_tests_of_a_family():
     names = {path.name for path in native.tests_of(["cuda/merge"])}
     assert {"test_cuda_merge.py", "test_cuda_features.py"} <= names
+    assert "test_cuda_architectures.py" in names
     assert "test_latent_format.py" not in names
     assert native.tests_of(["cuda/extend_outputs"]) == native.tests_of(
         ["cuda/extend_wgmma"]

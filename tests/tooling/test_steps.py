@@ -124,7 +124,7 @@ def test_all_is_for_engine_and_kernels(steps: Run) -> None:
     for args, chooses in (["kernels"], True), (["kernels", "--all"], False):
         _, calls, _ = steps(*args)
         (run,) = [call for call in calls if "--dist worksteal --durations" in call]
-        assert ("-p some_cases" in run) == chooses
+        assert ("-p some_cases -p compiled" in run) == chooses
     status, calls, said = steps("lint", "--all")
     assert (status, calls) == (2, [])
     assert said == "test.sh: --all is for kernels and engine\n"

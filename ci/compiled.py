@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A pytest plugin that compiles no kernel again that nvcc has compiled: `-p compiled`.
+
+A test that compiles a module by nvcc takes up to a minute. It is left out if its kernel
+is as it was when its tests passed on a GPU, by the record of native_kernels.py. One
+kernel, which takes seconds, is always compiled.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+
+import pytest
+
+# The kernel of each test that compiles modules; None: its parameter `name` begins with
+# the kernel's.
+TESTS = {
+    "test_compiles_and_spills_no_more_than_is_recorded": None,
+    "test_compiles_to_products_that_overlap": "latent_decode",
+    "test_slices_compile_for_other_gpus": "latent_decode",
+    "test_store_compiles_without_spills": "latent_store",
+    "test_gather_compiles_without_spills": "latent_gather",
+}
+ALWAYS = "merge"
+# The kernels that have not changed, for the processes that run the tests.
+UNCHANGED = "TURBO_UNCHANGED_KERNELS"
+NUM_LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = "tests that compile kernels which have passed on a GPU, run with --all"
+
+
+def find_unchanged() -> list[str]:
+    """Returns the CUDA kernels whose tests have passed on a GPU as they are."""
+    from native_kernels import RECORD, changed, cuda_families, read_record
+
+    found = dict(cuda_families())
+    left = changed(found, read_record(RECORD))
+    return [name.removeprefix("cuda/") for name in found if name not in left]
+
+
+def kernel_of(item: pytest.Function) -> str | None:
+    """Returns the kernel that a test compiles, if it does so."""
+    name = item.nodeid.rpartition("::")[2].partition("[")[0]
+    if name not in TESTS:
+        return None
+    return TESTS[name] or item.callspec.params["name"].split()[0]
+
+
+def choose(items: Iterable[pytest.Function], unchanged: set[str]) -> list[pytest.Item]:
+    """Returns the tests that compile none of the unchanged kernels but `ALWAYS`."""
+    return [item for item in items if kernel_of(item) not in unchanged - {ALWAYS}]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Without nvcc these tests are skipped, and no digest is needed.
+    if not hasattr(config, "workerinput"):
+        found = find_unchanged() if shutil.which("nvcc") else []
+        os.environ[UNCHANGED] = " ".join(found)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    kept = choose(items, {*os.environ[UNCHANGED].split()})
+    left_out = [item for item in items if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[NUM_LEFT_OUT] = len(left_out)
+    # Each of several processes collects all tests, and another reports.
+    getattr(config, "workeroutput", {})[LEFT_OUT] = len(left_out)
+    items[:] = kept
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Takes the number from one of the processes that run the tests."""
+    output = getattr(node, "workeroutput", {})
+    if LEFT_OUT in output:
+        node.config.stash[NUM_LEFT_OUT] = output[LEFT_OUT]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if num := config.stash.get(NUM_LEFT_OUT, 0):
+        terminalreporter.write_line(f"left out: {num} {LEFT_OUT}")
