@@ -211,8 +211,8 @@ def mark_passed(
 
 def tests_of(families: Iterable[str]) -> list[Path]:
     """Returns test files that import families' modules, or helpers that import them.
-    Only whole runs have the tests that reach kernels through the backend. Of CUDA's
-    families the one that compiles for other GPUs is always among them.
+    Only whole runs have the tests that reach kernels through the backend. CUDA's
+    families always have the file that compiles for other GPUs.
     """
     modules = set()
     for family in families:
