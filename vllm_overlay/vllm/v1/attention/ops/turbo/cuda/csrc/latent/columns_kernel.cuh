@@ -54,7 +54,7 @@ struct ColumnsConsumer {
     acc.begin();
     fence_async_proxy();
     own.sync();
-    acc.load_scaling(shared, own.lane % 4);
+    acc.keep_scaling(shared, own.lane % 4);
     arrive_warp(shared.written[segment.index], own.lane);
     segment.advance();
     const uint32_t values =

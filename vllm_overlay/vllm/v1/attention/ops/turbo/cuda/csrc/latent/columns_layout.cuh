@@ -69,6 +69,10 @@ struct ColumnsPlace {
   }
 };
 
+// A lane keeps the scaling of its pairs of columns, where registers have room.
+template <int columns>
+constexpr bool kKeepsScaling = columns < 32 && !kListed;
+
 // The running result. Lane 4 * g + t of a warp has columns 8 * n + 2 * t and
 // the next. It has rows 16 * warp + g and 16 * warp + g + 8, in blocks of 64
 // rows: see output_coordinate.
@@ -76,14 +80,21 @@ template <int columns>
 struct ColumnsAccumulator {
   float output[kOutputs][columns / 2];
   float sum[columns / 4];
-  float4 scaling[columns / 8];  // of the lane's pairs of columns
+  float4 kept[kKeepsScaling<columns> ? columns / 8 : 1];
 
-  // Read the scaling of a segment, which has been written.
-  __device__ __forceinline__ void load_scaling(
+  // Keep the scaling of a segment, which has been written.
+  __device__ __forceinline__ void keep_scaling(
       const ColumnsShared<columns>& shared, int t) {
+    if constexpr (kKeepsScaling<columns>) {
 #pragma unroll
-    for (int n = 0; n < columns / 8; ++n)
-      scaling[n] = shared.scaling[0][4 * n + t];
+      for (int n = 0; n < columns / 8; ++n)
+        kept[n] = shared.scaling[0][4 * n + t];
+    }
+  }
+  __device__ __forceinline__ float4
+  scaling(const ColumnsShared<columns>& shared, int n, int t) const {
+    if constexpr (kKeepsScaling<columns>) return kept[n];
+    return shared.scaling[0][4 * n + t];
   }
   __device__ __forceinline__ void begin() {
 #pragma unroll

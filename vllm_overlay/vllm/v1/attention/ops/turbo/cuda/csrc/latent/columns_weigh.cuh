@@ -40,7 +40,7 @@ __device__ __forceinline__ void raise(ColumnsShared<columns>& shared,
 #pragma unroll
   for (int n = 0; n < columns / 8; ++n) {
     const int pair = 4 * n + t;
-    const float4 scaling = acc.scaling[n];
+    const float4 scaling = acc.scaling(shared, n, t);
     const int2 limits =
         *reinterpret_cast<const int2*>(&shared.limits[2 * pair]);
     float* s = scores + 4 * n;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void raise(ColumnsShared<columns>& shared,
   own.sync();
 #pragma unroll
   for (int n = 0; n < columns / 8; ++n) {
-    const float4 scaling = acc.scaling[n];
+    const float4 scaling = acc.scaling(shared, n, t);
     const float2 reference = raised(shared, 0, 4 * n + t, scaling);
     const float rescale[2] = {exp2_approx(scaling.z - reference.x),
                               exp2_approx(scaling.w - reference.y)};
@@ -74,20 +74,23 @@ __device__ __forceinline__ void raise(ColumnsShared<columns>& shared,
   }
 #pragma unroll
   for (int n = 0; n < columns / 8; ++n) {
-    float4& scaling = acc.scaling[n];
+    const float4 scaling = acc.scaling(shared, n, t);
     const float2 reference = raised(shared, 0, 4 * n + t, scaling);
     acc.sum[2 * n] *= exp2_approx(scaling.z - reference.x);
     acc.sum[2 * n + 1] *= exp2_approx(scaling.w - reference.y);
     float* s = scores + 4 * n;
     s[0] -= reference.x, s[1] -= reference.y;
     s[2] -= reference.x, s[3] -= reference.y;
-    scaling.z = reference.x, scaling.w = reference.y;
+    if constexpr (kKeepsScaling<columns>)
+      acc.kept[n] = {scaling.x, scaling.y, reference.x, reference.y};
   }
   own.sync();
   if (own.warp == 0 && g == 0) {
 #pragma unroll
     for (int n = 0; n < columns / 8; ++n) {
-      shared.scaling[0][4 * n + t] = acc.scaling[n];
+      float4& scaling = shared.scaling[0][4 * n + t];
+      const float2 reference = raised(shared, 0, 4 * n + t, scaling);
+      scaling.z = reference.x, scaling.w = reference.y;
     }
   }
 }
@@ -110,7 +113,7 @@ __device__ __forceinline__ void weigh_step(ColumnsShared<columns>& shared,
   float above = 0.0f;
 #pragma unroll
   for (int n = 0; n < columns / 8; ++n) {
-    const float4 scaling = acc.scaling[n];
+    const float4 scaling = acc.scaling(shared, n, t);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = fmaf(scores[4 * n + i], i % 2 ? scaling.y : scaling.x,
