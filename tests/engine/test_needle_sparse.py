@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A sparse model of the quality lab serves as its training saw it.
+"""Sparse models of the quality lab serve as their training saw them.
 
 The engine has vLLM's indexer, whose scores a stand-in for CPUs computes, in each layer.
 """
@@ -14,7 +14,11 @@ from indexer import attend_to_all
 from needle_model import load_model, needle_config, new_model, save_model
 from scenarios import text
 from transformers import PreTrainedModel
+from turbo_quality.cases import HELD_OUT, MODEL, Plan, Vocabulary, build_tasks
 
+TRAINED = MODEL.with_name("needle-deepseek-v32")
+# The length of its lists, of which its own are four times as long.
+LIST = 128
 LAYERS, TOPK = 2, 24
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64}
 SHAPE |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -48,3 +52,22 @@ def test_the_engine_lists_what_training_lists(tmp_path: Path):
     # Packed latents round, which costs less than attention to all tokens would.
     noise = mean_divergence(listed, requests)
     assert noise < 0.25 * mean_divergence(dense, requests)
+
+
+def test_a_trained_model_finds_facts_through_short_lists(tmp_path: Path):
+    """Each list leaves out three quarters of a text, and has its fact."""
+    plan = Plan(0, 0, 0, 0, (LIST * 4,), (0.1, 0.4), 1)
+    held_out = HELD_OUT.read_text(encoding="utf-8")
+    tasks = build_tasks(held_out, plan, 7, Vocabulary(TRAINED))
+    tasks = [task for task in tasks if task["kind"] == "needle"]
+    # A text comes in chunks, and both are decoded together.
+    args = {"kv_cache_dtype": "turbo4", "block_size": 64, "max_model_len": LIST * 8}
+    args |= {"enable_chunked_prefill": True, "max_num_batched_tokens": LIST * 3}
+    args |= {"hf_overrides": {"index_topk": LIST}, "kv_cache_memory_bytes": 32 << 20}
+    prompts = [task["prompt"] for task in tasks]
+    engine = Engine(args, {"call": Call(prompts, max(len(x["answer"]) for x in tasks))})
+    result = run_job(tmp_path, TRAINED, "v2", {"sparse": engine})
+    requests = requests_of(result["sparse"], "call")
+    assert len(tasks) == 2 and min(map(len, prompts)) > LIST * 3
+    for task, request in zip(tasks, requests, strict=True):
+        assert request["tokens"][: len(task["answer"])] == task["answer"]
