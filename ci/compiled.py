@@ -25,8 +25,7 @@ TESTS = {
 ALWAYS = "merge"
 # The kernels that have not changed, for the processes that run the tests.
 UNCHANGED = "TURBO_UNCHANGED_KERNELS"
-NUM_LEFT_OUT = pytest.StashKey[int]()
-LEFT_OUT = "tests that compile kernels which have passed on a GPU, run with --all"
+LEFT_OUT = "left out: tests that compile kernels which --all compiles again"
 
 
 def find_unchanged() -> list[str]:
@@ -47,15 +46,15 @@ def kernel_of(item: pytest.Function) -> str | None:
 
 
 def choose(items: Iterable[pytest.Function], unchanged: set[str]) -> list[pytest.Item]:
-    """Returns the tests that compile none of the unchanged kernels but `ALWAYS`."""
-    return [item for item in items if kernel_of(item) not in unchanged - {ALWAYS}]
+    """Returns the tests that compile none of the unchanged kernels."""
+    return [item for item in items if kernel_of(item) not in unchanged]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Without nvcc these tests are skipped, and no digest is needed.
     if not hasattr(config, "workerinput"):
         found = find_unchanged() if shutil.which("nvcc") else []
-        os.environ[UNCHANGED] = " ".join(found)
+        os.environ[UNCHANGED] = " ".join(x for x in found if x != ALWAYS)
 
 
 def pytest_collection_modifyitems(
@@ -64,22 +63,9 @@ def pytest_collection_modifyitems(
     kept = choose(items, {*os.environ[UNCHANGED].split()})
     left_out = [item for item in items if item not in kept]
     config.hook.pytest_deselected(items=left_out)
-    config.stash[NUM_LEFT_OUT] = len(left_out)
-    # Each of several processes collects all tests, and another reports.
-    getattr(config, "workeroutput", {})[LEFT_OUT] = len(left_out)
     items[:] = kept
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: object) -> None:
-    """Takes the number from one of the processes that run the tests."""
-    output = getattr(node, "workeroutput", {})
-    if LEFT_OUT in output:
-        node.config.stash[NUM_LEFT_OUT] = output[LEFT_OUT]
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if num := config.stash.get(NUM_LEFT_OUT, 0):
-        terminalreporter.write_line(f"left out: {num} {LEFT_OUT}")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if names := os.environ[UNCHANGED]:
+        terminalreporter.write_line(f"{LEFT_OUT}: {names}")
