@@ -116,44 +116,34 @@ SHARED: dict[str, object] = {
 MLA_LAYERS = 3
 # Tokens of words and their parts, bytes and special ones among them.
 MERGED_VOCAB_SIZE = 4096
+# No layer has experts. Heads have the sizes that FlashAttention 3 prefills MLA with.
+# vLLM has no tied head of these classes.
+MLA_SHAPE: dict[str, object] = {
+    "num_hidden_layers": MLA_LAYERS,
+    "first_k_dense_replace": MLA_LAYERS,
+    "hidden_size": 192,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 128,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+}
 SHAPES: dict[str, dict[str, object]] = {
-    # 3.1 million parameters, 5.9 MiB. No layer has experts. Heads have the sizes that
-    # FlashAttention 3 prefills MLA with; vLLM has no tied head of this class.
-    "deepseek_v3": {
-        "num_hidden_layers": MLA_LAYERS,
-        "first_k_dense_replace": MLA_LAYERS,
-        "hidden_size": 192,
-        "intermediate_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "q_lora_rank": None,
-        "kv_lora_rank": 256,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 128,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-    },
+    # 3.1 million parameters, 5.9 MiB.
+    "deepseek_v3": MLA_SHAPE | {"q_lora_rank": None, "kv_lora_rank": 256},
     # 6.0 million parameters, 11.4 MiB. Latents and lists have sizes that sparse MLA's
     # kernels have on an H200: 512 + 64, and 512 tokens. DeepGEMM scores with 32 or 64
     # heads of 128.
-    "deepseek_v32": {
-        "num_hidden_layers": MLA_LAYERS,
-        "first_k_dense_replace": MLA_LAYERS,
-        "hidden_size": 192,
-        "intermediate_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
+    "deepseek_v32": MLA_SHAPE
+    | {
         "q_lora_rank": 128,
         "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 128,
         "index_n_heads": 32,
         "index_head_dim": 128,
         "index_topk": 512,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         "attn_implementation": LISTED_ATTENTION,
     },
     # 3.0 million parameters, 5.8 MiB. Ten layers have windows.
