@@ -73,11 +73,13 @@ def runs_of(name: str) -> list[Run]:
             )
             size = row.get("kv_cache_memory_bytes") or (after and int(words[after]))
             longest = 30720 if "16x30720" in words else LONGEST[name]
+            has_steps = "--steps" in words
+            steps = int(words[words.index("--steps") + 1]) if has_steps else STEPS
             found[kind] = Run(
                 row.get("model", "llama-8b"),
                 row["arm"],
                 row.get("layers"),
-                longest + STEPS + 1,
+                longest + steps + 1,
                 name != "models",
                 row["gpu_memory_utilization"],
                 size or None,
