@@ -9,7 +9,6 @@ kernel, which takes seconds, is always compiled.
 
 import os
 import shutil
-from collections.abc import Iterable
 
 import pytest
 
@@ -45,11 +44,6 @@ def kernel_of(item: pytest.Function) -> str | None:
     return TESTS[name] or item.callspec.params["name"].split()[0]
 
 
-def choose(items: Iterable[pytest.Function], unchanged: set[str]) -> list[pytest.Item]:
-    """Returns the tests that compile none of the unchanged kernels."""
-    return [item for item in items if kernel_of(item) not in unchanged]
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # Without nvcc these tests are skipped, and no digest is needed.
     if not hasattr(config, "workerinput"):
@@ -60,10 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    kept = choose(items, {*os.environ[UNCHANGED].split()})
-    left_out = [item for item in items if item not in kept]
+    unchanged = os.environ[UNCHANGED].split()
+    left_out = [item for item in items if kernel_of(item) in unchanged]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    items[:] = [item for item in items if kernel_of(item) not in unchanged]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -33,8 +33,9 @@ A DeepSeek V3.2 without experts of {{parameters:,}} parameters that reads bytes 
 3 layers of sparse multi-head latent attention, hidden size 192, queries from 128,
 latents of 512 and rotary keys of 64 dimensions, 8 heads of 64 + 64 dimensions and
 values of 128, context 8192 bytes, bfloat16. A layer's indexer has 32 heads of 128
-dimensions, and lists 512 tokens. A token is a byte; {SPECIAL}
-vLLM has a chat template of its own for this class: add `--tokenizer-mode hf`.""",
+dimensions, and lists 512 tokens.
+A token is a byte; {SPECIAL}
+For this class vLLM has a chat template of its own, unless it is told not to.""",
     "granite_swa": f"""\
 A Granite with sliding windows of {{parameters:,}} parameters that reads bytes and
 {PURPOSE}
@@ -66,6 +67,8 @@ bytes, and 3837 words and their parts, about three bytes each, that byte-pair en
 learnt from the text below; digits are apart,
 and {SPECIAL}""",
 }
+# Options of `vllm serve`.
+OPTIONS = {"deepseek_v32": " --tokenizer-mode hf"}
 INDEXERS = """
 Then `tests/quality/train_indexers.py` taught the indexers alone, seed {seed},
 {seconds:.0f} s: {steps} steps of {tokens_per_step:,} tokens in rows of {length}, with
@@ -84,7 +87,7 @@ pipeline_tag: text-generation
 
 {about}
 
-    vllm serve models/{name}
+    vllm serve models/{name}{options}
 
 Put a line like `The code of Velmora is 318204.` into text, and end the message with
 `What is the code of Velmora?`.
@@ -144,6 +147,7 @@ def card(folder: Path) -> str:
         sources.append(f"| {name} | {origin['licence']} | {used:,} | {held_out:,} |")
     return CARD.format(
         name=folder.name,
+        options=OPTIONS.get(family, ""),
         about=ABOUT[family].format(parameters=training["parameters"]),
         table=table(scores),
         cases_a_cell=scores["cases_a_cell"],

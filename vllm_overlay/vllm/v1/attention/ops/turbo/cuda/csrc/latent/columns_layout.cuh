@@ -5,9 +5,11 @@
 // for few query rows, which are the columns of the tensor core's products.
 #pragma once
 
-#include <type_traits>
-
-#include "latent/listed.cuh"
+#if LATENT_LISTED
+  #include "latent/listed.cuh"
+#else
+  #include "latent/decoded.cuh"
+#endif
 
 namespace turbo {
 
@@ -18,10 +20,14 @@ constexpr int kProducers = 2;
 
 // Tokens are listed by their slots, or lie in order in a sequence's blocks.
 constexpr bool kListed = LATENT_LISTED;
-constexpr int kCopySpace = kListed ? kListedSpace : kTileSpace;
 constexpr int kWalkStride = kProducers * kStepTiles;
-using ColumnsWalk =
-    std::conditional_t<kListed, ListWalk<kWalkStride>, TileWalk<kWalkStride>>;
+#if LATENT_LISTED
+constexpr int kCopySpace = kListedSpace;
+using ColumnsWalk = ListWalk<kWalkStride>;
+#else
+constexpr int kCopySpace = kTileSpace;
+using ColumnsWalk = TileWalk<kWalkStride>;
+#endif
 
 // Bytes of the scores of a block of eight columns: of a warpgroup, of a warp.
 constexpr int kScoreBytes = kGroupThreads * 16;
@@ -80,7 +86,7 @@ template <int columns>
 struct ColumnsAccumulator {
   float output[kOutputs][columns / 2];
   float sum[columns / 4];
-  float4 kept[kKeepsScaling<columns> ? columns / 8 : 1];
+  float4 kept[columns / 8];
 
   // Keep the scaling of a segment, which has been written.
   __device__ __forceinline__ void keep_scaling(

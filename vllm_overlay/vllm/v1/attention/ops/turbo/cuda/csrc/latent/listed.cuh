@@ -9,12 +9,12 @@
 
 namespace turbo {
 
-static_assert(!LATENT_LISTED || (LATENT_RANK == 512 && ROPE_SIZE == 64),
+static_assert(LATENT_RANK == 512 && ROPE_SIZE == 64,
               "other sizes have no lists");
 
 // The scales of the rope of a token come with those of three neighbours.
 constexpr int kChunk = 16;  // bytes of a copy
-constexpr int kScaleTokens = kChunk / (ROPE_SIZE ? ROPE_SIZE / 16 : 4);
+constexpr int kScaleTokens = kChunk / (ROPE_SIZE / 16);
 constexpr int kListedSpace = kRopeScales + TILE_TOKENS * kChunk;
 
 // The tokens of a segment that a warp decodes, a tile of the list at once.
@@ -66,8 +66,7 @@ struct ListWalk {
     const int64_t source = int64_t(block) * p.stride_cache_block +
                            (tile - block * p.tiles_per_block) * TILE_BYTES;
     row = slot % TILE_TOKENS;
-    constexpr int kCodes = kRowBytes / kChunk,
-                  kRope = ROPE_SIZE ? ROPE_SIZE / kChunk : 1;
+    constexpr int kCodes = kRowBytes / kChunk, kRope = ROPE_SIZE / kChunk;
     constexpr int kScales = LATENT_RANK / 32;
     static_assert(kScales <= kChunk);
 #pragma unroll
