@@ -17,12 +17,18 @@ ROWS_READ_LATE = Change(
     "    weigh_rows(shared, acc, weights, scores, step, limit, own);\n"
     "    __nanosleep(20000);\n",
 )
+# Producers write a stage later than consumers could read it.
+ROWS_WRITTEN_LATE = Change(
+    "latent/rows_produce.cuh",
+    "  stage.store(LATENT_RANK / 64, fragments[1]);\n",
+    "  stage.store(LATENT_RANK / 64, fragments[1]);\n  __nanosleep(20000);\n",
+)
 LATENT_DEFECTS = {
     # Query tokens see those behind them, in steps that the sequence fills.
     "latent-columns-hidden": Defect(
-        "latent/columns_weigh.cuh",
-        "(step + 1) * kStepTokens > segment.first_limit;",
-        "(step + 1) * kStepTokens > segment.num_tokens;",
+        "latent/columns_kernel.cuh",
+        "const int limit = uniform(s.first_limit);",
+        "const int limit = uniform(s.num_tokens);",
         f"{TESTS}hidden_tokens_of_whole_steps_change_no_bit",
         "warpgroups",
     ),
@@ -49,6 +55,15 @@ LATENT_DEFECTS = {
         f"{TESTS}numbers_of_heads",
         "64-rows",
         shown_by=ROWS_READ_LATE,
+    ),
+    # A consumer multiplies blocks that are not full yet.
+    "latent-rows-begun": Defect(
+        "latent/rows_consume.cuh",
+        "    wait_for(shared.begun[of.index], of.parity);\n",
+        "",
+        f"{TESTS}numbers_of_heads",
+        "64-rows",
+        shown_by=ROWS_WRITTEN_LATE,
     ),
     # A consumer keeps its reference when the other one has raised it.
     "latent-rows-follow": Defect(

@@ -62,6 +62,7 @@ struct ColumnsConsumer {
     const uint32_t weights =
         of_loop(wgmma_operand(shared_address(shared.scores), 128));
     const int first = uniform(s.first_step), last = uniform(s.last_step);
+    const int limit = uniform(s.first_limit);
 #pragma unroll 1
     for (int step = first; step < last; ++step) {
       wait_for(shared.full[stage.index], stage.parity);
@@ -73,7 +74,7 @@ struct ColumnsConsumer {
         scores[4 * n + 2] = x.z, scores[4 * n + 3] = x.w;
       }
       __syncwarp();  // before scores that were read are replaced
-      weigh_step(shared, acc, scores, s, step, own,
+      weigh_step(shared, acc, scores, limit, step, own,
                  reinterpret_cast<uint8_t*>(shared.scores[stage.index]));
       const int at = uniform(stage.index);
       add_step(acc, values + at * uint32_t(Shared::kStageBytes / 16),

@@ -97,13 +97,14 @@ __device__ __forceinline__ void raise(ColumnsShared<columns>& shared,
 
 // Weigh a step's tokens.
 //
+// limit: tokens that all columns see.
 // stored: where the weights go.
 template <int columns>
 __device__ __forceinline__ void weigh_step(ColumnsShared<columns>& shared,
                                            ColumnsAccumulator<columns>& acc,
                                            float (&scores)[columns / 2],
-                                           const LatentSegment& segment,
-                                           int step, const ColumnsPlace& own,
+                                           int limit, int step,
+                                           const ColumnsPlace& own,
                                            uint8_t* stored) {
   const int g = own.lane / 4, t = own.lane % 4;
   const int first_token = step * kStepTokens + own.warp * TILE_TOKENS;
@@ -124,7 +125,7 @@ __device__ __forceinline__ void weigh_step(ColumnsShared<columns>& shared,
   }
   weigh(weights, exponents, target);
   fence_async_proxy();
-  const bool is_cut = (step + 1) * kStepTokens > segment.first_limit;
+  const bool is_cut = (step + 1) * kStepTokens > limit;
   if (own.sync_or(above > kMaxScore || is_cut)) {
     raise(shared, acc, scores, first_token, own);
     weigh(weights, scores, target);

@@ -37,10 +37,7 @@ struct RowOperands {
   }
 };
 
-// Steps of the depth whose products are issued ahead, while the other consumer
-// weighs its tokens. Tuning: us of 32 x 32768 and 64 heads with 0 and 12, an
-// H200, 2026-11: 313 and 307.
-constexpr int kStepsAhead = 12;
+constexpr int kStepsAhead = 4 * kBlocksAhead;
 
 // Issue the products of all queries and a step's tokens, for some steps of the
 // depth.
@@ -112,7 +109,7 @@ struct RowsConsumer {
   __device__ __forceinline__ void begin_scores(float (&scores)[kRowScores],
                                                const RowOperands& operands,
                                                const Stage<kRowStages>& of) {
-    wait_for(shared.full[of.index], of.parity);
+    wait_for(shared.begun[of.index], of.parity);
     multiply_rows<0, kStepsAhead>(scores, operands);
   }
 
@@ -176,6 +173,7 @@ struct RowsConsumer {
       begin_scores(scores, operands, stage);
 #pragma unroll 1
       while (true) {
+        wait_for(shared.full[stage.index], stage.parity);
         multiply_rows<kStepsAhead, kSteps>(scores, operands);
         attend_own(acc, scores, operands, step == first, step, limit);
         if (step + 2 >= last) break;

@@ -28,6 +28,11 @@ struct RowsKernel {
   __device__ __forceinline__ RowsKernel(uint8_t* bytes, const LatentParams& p,
                                         int block_warp, int)
       : shared(*reinterpret_cast<Shared*>(bytes)), p(p), warp(block_warp) {
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (uint64_t& barrier : shared.begun)
+        init_barrier(shared_address(&barrier), kProducerWarps);
+    }
     shared.begin(kProducerWarps, kConsumerWarps);
   }
 

@@ -43,14 +43,21 @@ struct RowsTile : LaneTile {
 };
 static_assert(LaneTile::kRuns == 4 && LaneTile::kRopeWords == 4);
 
+// Make what a warp has written visible to the consumers' products.
+__device__ __forceinline__ void give_written(uint64_t& barrier) {
+  fence_async_proxy();
+  arrive_warp(barrier, threadIdx.x % 32);
+}
+
 // Decode a tile to a stage.
 //
 // target: the address of the tile's first row.
+// begun: the barrier of the first blocks.
 // wait: is called before the stage is written. The first batches have then been
 //   decoded.
 template <typename F>
 __device__ __forceinline__ void decode_rows(RowsTile& taken, uint32_t target,
-                                            const F& wait) {
+                                            uint64_t& begun, const F& wait) {
   const WarpRows stage(target);
   Fragments fragments[2];
   decode_first(fragments, taken);
@@ -65,6 +72,8 @@ __device__ __forceinline__ void decode_rows(RowsTile& taken, uint32_t target,
       Fragments& f = fragments[half];
       if (j + half > 0) decode_words(f, taken, scales, j, half);
       stage.store(2 * j + half, f);
+      // No load is under way, which the fence would wait for.
+      if (2 * j + half + 1 == kBlocksAhead) give_written(begun);
     }
   }
 }
@@ -108,11 +117,10 @@ struct RowsProducer {
         const uint8_t* tile = walk.next();
         if (lane == 0) prefetch_bulk(tile, TILE_BYTES);
       }
-      decode_rows(taken, target, [&] {
+      decode_rows(taken, target, shared.begun[stage.index], [&] {
         wait_for(shared.free[stage.index], stage.parity ^ 1);
       });
-      fence_async_proxy();
-      arrive_warp(shared.full[stage.index], lane);
+      give_written(shared.full[stage.index]);
       stage.advance();
       // The fence could wait for loads that were asked for before it.
       turn_to_next();
