@@ -5,7 +5,8 @@
     python ci/cuda_defects.py [NAME]...
 
 It runs on a GPU, with the vLLM that the Python imports. Each test has to pass without a
-defect, and to fail with it, on kernels that were built. A defect that cannot be
+defect, and to fail with it, on kernels that were built. A kernel that does not end
+fails too: a defect in its barriers can make it wait for ever. A defect that cannot be
 planted, or does not compile, counts as not found. ci/sanitize.py plants the defects
 that only compute-sanitizer can see.
 """
@@ -26,8 +27,10 @@ from latent_defects import LATENT_DEFECTS
 from planting import BARRIER, Change, Defect
 
 TESTS = Path(__file__).parents[1] / "vllm_overlay/tests/kernels/turbo"
-# Exit statuses of pytest, and one that it does not have.
-PASSED, FAILED, NOT_PLANTED = 0, 1, 70
+# Exit statuses of pytest, and those that it does not have.
+PASSED, FAILED, NOT_PLANTED, ENDLESS = 0, 1, 70, 71
+# A test and the build of its kernels take a minute.
+LIMIT_S = 600
 # The words of build.py, and of the emulated GPU, for a kernel that does not compile.
 NOT_BUILT = "was not compiled or linked"
 NOT_EMULATED = "CannotBuildError"
@@ -134,9 +137,15 @@ def run_test(defect: Defect, *options: str) -> int:
 
 
 def run_apart(name: str, option: str) -> int:
-    """Does the same as ``run_test``, in a process that loads kernels of its own."""
+    """Does the same as ``run_test``, in a process that loads kernels of its own.
+
+    Returns ``ENDLESS`` if it takes more than ``LIMIT_S``.
+    """
     command = [sys.executable, __file__, option, name]
-    return subprocess.run(command).returncode
+    try:
+        return subprocess.run(command, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        return ENDLESS
 
 
 def look_for(names: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -185,7 +194,7 @@ def main() -> int:
     wrong = []
     names = args.names or of_this_gpu(DEFECTS)
     for name, statuses in look_for(names):
-        is_caught = statuses == (PASSED, FAILED)
+        is_caught = statuses in ((PASSED, FAILED), (PASSED, ENDLESS))
         wrong += [] if is_caught else [name]
         said = "is caught" if is_caught else f"is not caught: statuses {statuses}"
         print(f"{name} {said}", flush=True)

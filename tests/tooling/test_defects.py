@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The defects that ci/ plants in the CUDA kernels still fit the sources."""
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import trees
 from cuda_defects import (
     DEFECTS,
+    ENDLESS,
     FAILED,
     NOT_PLANTED,
     PASSED,
@@ -113,6 +115,26 @@ def test_each_is_said_when_it_is_found(
     assert said == {f"{name} is caught" for name in names[1:]} | {
         f"{missed} is not caught: statuses (0, 0)"
     }
+
+
+@pytest.mark.parametrize("option", ["--with", "--without"])
+def test_a_kernel_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """It shows a defect, if it ends without one."""
+
+    def run(command: list[str], timeout: float) -> subprocess.CompletedProcess:
+        if option in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, PASSED)
+
+    name = next(iter(DEFECTS))
+    monkeypatch.setattr(cuda_defects.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["cuda_defects.py", name])
+    is_caught = option == "--with"
+    assert cuda_defects.main() == (not is_caught)
+    said = "is caught" if is_caught else f"is not caught: statuses ({ENDLESS}, 0)"
+    assert capsys.readouterr().out == f"{name} {said}\n"
 
 
 def test_a_defect_that_does_not_exist(
