@@ -61,6 +61,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "tests/engine/test_sparse_mla.py",
         "benchmarks/results/h200/sparse_mla.jsonl",
     ),
+    "GlmMoeDsaForCausalLM": ("tests/engine/test_sparse_mla.py",),
 }
 # Where the engine of a path of RUNS ran, by the start of the path.
 PLACES = {"tests/": "CPU", "benchmarks/results/h200/": "H200"}

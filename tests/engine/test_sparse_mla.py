@@ -7,6 +7,7 @@ prompt. Attention is held to scores of all tokens, with a mask on all but the li
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,22 @@ def test_raw(folder: Path, tmp_path: Path, outcome: Any):
     noise = [mean_divergence([one], [other]) for one, other in pairs]
     # The one of one token and the one as long as a list are prefilled densely.
     assert max(noise[2:]) < KL_TOLERANCE < max(noise[:2]) < 0.5
+
+
+@pytest.mark.matrix
+def test_glm_5_is_the_same(folder: Path, tmp_path: Path, outcome: Any):
+    """GLM-5 has DeepSeek V3.2's layers under a name of its own."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    names = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
+    (model / "config.json").write_text(json.dumps(config | names))
+    glm = engine()
+    glm.calls = {"alone": glm.calls["alone"]}
+    result = run_job(tmp_path / "run", model, "v2", {"few": glm})["few"]
+    assert [size for size, _ in result["pages"].values()].count(340 * BLOCK) == LAYERS
+    found, _ = outcome
+    both = (requests_of(each, "alone") for each in (found["few"], result))
+    assert max(largest_divergences(*both)) < KL_TOLERANCE
 
 
 @pytest.mark.matrix
