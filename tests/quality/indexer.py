@@ -191,8 +191,9 @@ def listed_attention(
     """
     if attention_mask.numel() != 1 or query.shape[2] != key.shape[2]:
         raise ValueError("listed_attention takes whole rows without padding or a cache")
-    if module.indexer.observer is not None:
-        module.indexer.observer(module.indexer, query, key, scaling)
+    indexer = getattr(module, "indexer", None)  # other models have none
+    if indexer is not None and indexer.observer is not None:
+        indexer.observer(indexer, query, key, scaling)
     if indices is None:
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling

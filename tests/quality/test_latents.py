@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from indexer import LISTED_ATTENTION, DeepseekV32ForCausalLM, attend_to_all
 from latent_formats import (
     LatentVariant,
     as_e2m1,
@@ -214,6 +215,29 @@ def test_the_lab_rounds_what_is_cached(
     expected = torch.log_softmax(output.logits, -1)
     found = lab.log_probs(tokens, ALL_FORMATS[name])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sparse_model_attends_to_listed_tokens(
+    tmp_path: Path, rows: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "index_topk": 32}
+    config = needle_config("deepseek_v32", **shape, initializer_range=0.2)
+    save_model(new_model(config, 0), tmp_path)
+    lab = LatentLab(tmp_path, "cpu")
+    monkeypatch.setattr(lab, "_store", lambda part, x: x)
+    model = DeepseekV32ForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation=LISTED_ATTENTION
+    )
+    tokens = torch.tensor(rows)
+    with torch.inference_mode():
+        output = model(tokens, use_cache=False)
+    expected = torch.log_softmax(output.logits, -1)
+    found = lab.log_probs(tokens, FORMATS["bf16"])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    attend_to_all(lab.model)
+    dense = lab.log_probs(tokens, FORMATS["bf16"])
+    assert (dense - expected).abs().max() > 0.1
 
 
 @pytest.fixture(scope="module")

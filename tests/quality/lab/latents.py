@@ -6,9 +6,12 @@ Writes latents.json and latents.md. The model has bf16's weights, and runs in fp
 whole texts. Every token's latent and rotary key are rounded to bf16, as a model in bf16
 hands them to a cache, and then to the format's numbers. All tokens are read so, a
 token's own as well, as in decoding: formats differ in that rounding and in nothing
-else. Their predictions are compared with those on bf16: on held-out text, on the first
-digit of an answer that weighs eight far codes, and by whether greedy decoding would
-answer retrieval tasks (the cases that benchmarks/quality.py puts through the engine).
+else. A sparse model's indexers list tokens from hidden states as that rounding leaves
+them, and keep a cache of their own.
+
+Predictions are compared with those on bf16: on held-out text, on the first digit of an
+answer that weighs eight far codes, and by whether greedy decoding would answer
+retrieval tasks (the cases that benchmarks/quality.py puts through the engine).
 """
 
 import argparse
@@ -19,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from latent_formats import LatentVariant, latent_variants, rope_variants
 from measure import Comparison
@@ -29,6 +31,11 @@ QUALITY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(QUALITY.parents[1] / "scripts"), str(QUALITY)]
 
 from evaluate import answered_tokens, logits_of  # noqa: E402
+from indexer import (  # noqa: E402
+    DeepseekV32ForCausalLM,
+    listed_attention,
+    no_mask,
+)
 from tasks import RIVALS  # noqa: E402
 from turbo_quality.cases import HELD_OUT, Cases, Plan, build_cases  # noqa: E402
 from turbo_quality.metrics import score_tasks  # noqa: E402
@@ -79,14 +86,22 @@ class LatentLab:
     """
 
     def __init__(self, folder: Path, device: str) -> None:
-        transformers.AttentionInterface.register(NAME, self._attend)
+        # Another lab has another cache.
+        name = f"{NAME}_{id(self)}"
+        transformers.AttentionInterface.register(name, self._attend)
         # No mask of (T, T) is ever built.
-        transformers.AttentionMaskInterface.register(NAME, lambda *_, **__: None)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=NAME
+        transformers.AttentionMaskInterface.register(name, no_mask)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        is_sparse = config.model_type == DeepseekV32ForCausalLM.config_class.model_type
+        kind = (
+            DeepseekV32ForCausalLM if is_sparse else transformers.AutoModelForCausalLM
+        )
+        self.model = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=name
         )
         self.model.to(device).eval()
-        config = self.model.config
+        # transformers' DeepSeek V3.2 interleaves without saying so.
+        self.interleaves = is_sparse or config.rope_interleave
         self.rank, self.rope = config.kv_lora_rank, config.qk_rope_head_dim
         for layer in self.model.model.layers:
             layer.self_attn.kv_a_layernorm.register_forward_hook(self._round_latent)
@@ -113,20 +128,19 @@ class LatentLab:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor,
         scaling: float,
+        indices: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """Causal attention of one layer; K's heads share their last coordinates."""
-        assert attention_mask is None
         nope, rope = key.split([key.shape[-1] - self.rope, self.rope], -1)
         # All heads have the first one's rotary keys.
         stored = self._round_rope(rope[:, :1])
         key = torch.cat([nope, stored.expand_as(rope)], -1)
-        output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling
+        return listed_attention(
+            module, query, key, value, attention_mask, scaling, indices
         )
-        return output.transpose(1, 2).contiguous(), None
 
     def _round_rope(self, rope: torch.Tensor) -> torch.Tensor:
         """Rounds rotary keys in the order of coordinates in which vLLM stores them.
@@ -134,7 +148,7 @@ class LatentLab:
         Where pairs are neighbours in the weights, transformers puts their first halves
         before their second ones.
         """
-        if not self.model.config.rope_interleave:
+        if not self.interleaves:
             return self._store("rope", rope)
         return split_pairs(self._store("rope", join_pairs(rope)))
 
