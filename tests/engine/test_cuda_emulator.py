@@ -11,7 +11,7 @@ from vllm_turbo_cpu_standins.cuda import build
 from vllm_turbo_cpu_standins.cuda.translate import translate
 
 SOURCE = Path(__file__).parent / "emulated.cu"
-SUM, REVERSE, HALVES, COPY, MULTIPLY, FOLLOW, MULTIPLY_GROUP = range(7)
+SUM, REVERSE, HALVES, COPY, MULTIPLY, FOLLOW, MULTIPLY_GROUP, MATRICES = range(8)
 THREADS = 64
 needs_compiler = pytest.mark.skipif(
     build.compiler() is None, reason="needs a C++ compiler"
@@ -57,6 +57,14 @@ def test_a_matrix_product(emulated):
 
 
 @needs_compiler
+def test_matrices_that_are_stored_and_loaded(emulated):
+    x = torch.randint(-9, 10, (4, 32, 2)).float()
+    y = torch.zeros(THREADS)
+    emulated(MATRICES, x.flatten(), y, 0, 1)
+    assert torch.equal(y, x.sum((0, 2)).repeat(2))
+
+
+@needs_compiler
 @pytest.mark.parametrize("overwritten", [0, 4])
 def test_a_product_of_a_warpgroup(emulated, overwritten):
     """Its operand may be overwritten when all have waited for it."""
@@ -88,6 +96,8 @@ def test_a_product_of_a_warpgroup(emulated, overwritten):
         (MULTIPLY_GROUP, 2, "writes 2 bytes that a product reads that has not been"),
         (MULTIPLY_GROUP, 3, "writes 2 bytes that a product reads that has not been"),
         (MULTIPLY_GROUP, 5, r"writes 2 bytes that thread \d+ reads, and nothing"),
+        (MATRICES, 1, r"16 bytes that thread \d+ (read|write)s(.|\n)*emulated.cu:\d"),
+        (MATRICES, 2, r"that thread \d+ (read|write)s, and nothing orders the two"),
     ],
 )
 def test_mistakes_are_seen(emulated, kernel, defect, message):

@@ -128,6 +128,7 @@ void fail(const Access& access, const std::string& message) {
     const auto offset = static_cast<const uint8_t*>(access.pc) - image.begin;
     text += " [pc " + text_of(reinterpret_cast<const void*>(offset)) + "]";
   }
+  if (access.site.line() != 0) text += " (" + text_of(access.site) + ")";
   fail(text);
 }
 

@@ -67,7 +67,9 @@ struct Access {
   bool writes;
   bool is_atomic = false;  // atomics do not race with each other
   bool is_copy = false;    // the end of a copy that was under way
+  // Where it is in the code, as an address or as a place in the source.
   const void* pc = nullptr;
+  Site site = {};
 };
 void begin_memory(const Launch& launch);
 void begin_block_memory();

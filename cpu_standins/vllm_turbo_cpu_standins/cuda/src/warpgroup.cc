@@ -179,6 +179,14 @@ struct Wait {
   int pending;
 };
 
+// Check the access to a row of a matrix, whose address a lane has.
+void check_row(const Site& site, int lane, const void* row, bool writes) {
+  const int before = current;
+  current += lane - current % kWarpSize;
+  check({.p = row, .bytes = kChunkBytes, .writes = writes, .site = site});
+  current = before;
+}
+
 }  // namespace
 
 void begin_block_warpgroups() {
@@ -271,10 +279,12 @@ namespace ptx {
 void store_matrices(void* const (&lanes)[kWarpSize]) {
   for (int matrix = 0; matrix < 4; ++matrix) {
     for (int row = 0; row < 8; ++row) {
-      uint8_t* to = static_cast<StoredMatrices*>(lanes[8 * matrix + row])->row;
+      const int lane = 8 * matrix + row;
+      const auto& own = *static_cast<StoredMatrices*>(lanes[lane]);
+      check_row(*own.site, lane, own.row, true);
       for (int t = 0; t < 4; ++t) {
         std::memcpy(
-            to + 4 * t,
+            own.row + 4 * t,
             &static_cast<StoredMatrices*>(lanes[4 * row + t])->a[matrix], 4);
       }
     }
@@ -284,8 +294,10 @@ void store_matrices(void* const (&lanes)[kWarpSize]) {
 void load_matrices(void* const (&lanes)[kWarpSize]) {
   for (int matrix = 0; matrix < 4; ++matrix) {
     for (int row = 0; row < 8; ++row) {
-      const auto* from = static_cast<const uint8_t*>(
-          static_cast<LoadedMatrices*>(lanes[8 * matrix + row])->row);
+      const int lane = 8 * matrix + row;
+      const auto& own = *static_cast<LoadedMatrices*>(lanes[lane]);
+      check_row(*own.site, lane, own.row, false);
+      const auto* from = static_cast<const uint8_t*>(own.row);
       for (int t = 0; t < 4; ++t) {
         std::memcpy(
             &static_cast<LoadedMatrices*>(lanes[4 * row + t])->x[matrix],

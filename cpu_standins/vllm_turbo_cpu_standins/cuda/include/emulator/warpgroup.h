@@ -79,6 +79,7 @@ inline void bar_or(const Site& site, int& result, unsigned barrier,
 }
 
 struct StoredMatrices {
+  const Site* site;
   uint8_t* row;
   uint32_t a[4];
 };
@@ -86,11 +87,12 @@ void store_matrices(void* const (&lanes)[kWarpSize]);
 
 inline void stmatrix(const Site& site, uint32_t row, uint32_t a0, uint32_t a1,
                      uint32_t a2, uint32_t a3) {
-  StoredMatrices own = {shared_pointer(site, row, 16), {a0, a1, a2, a3}};
+  StoredMatrices own = {&site, shared_pointer(site, row, 16), {a0, a1, a2, a3}};
   together("stmatrix", site, kAllLanes, &own, store_matrices);
 }
 
 struct LoadedMatrices {
+  const Site* site;
   const void* row;  // 16 bytes
   uint32_t x[4];
 };
@@ -98,7 +100,7 @@ void load_matrices(void* const (&lanes)[kWarpSize]);
 
 inline void ldmatrix(const Site& site, uint32_t& x0, uint32_t& x1, uint32_t& x2,
                      uint32_t& x3, uint32_t row) {
-  LoadedMatrices own = {shared_pointer(site, row, 16), {}};
+  LoadedMatrices own = {&site, shared_pointer(site, row, 16), {}};
   together("ldmatrix", site, kAllLanes, &own, load_matrices);
   x0 = own.x[0], x1 = own.x[1], x2 = own.x[2], x3 = own.x[3];
 }
