@@ -92,7 +92,7 @@ class LatentLab:
         # No mask of (T, T) is ever built.
         transformers.AttentionMaskInterface.register(name, no_mask)
         config = transformers.AutoConfig.from_pretrained(folder)
-        is_sparse = config.model_type == DeepseekV32ForCausalLM.config_class.model_type
+        is_sparse = config.model_type == "deepseek_v32"
         kind = (
             DeepseekV32ForCausalLM if is_sparse else transformers.AutoModelForCausalLM
         )
@@ -278,7 +278,7 @@ def markdown(results: dict[str, Any]) -> str:
     head += ["99 %", "perplexity", "same top token", "KL of rivals", "same digit"]
     head += ["needle", "multi", "key-value"]
     lines = [
-        "# What formats of latents do to a model's predictions",
+        "# The effect of latents' formats on a model's predictions",
         "",
         f"{described['model']} in fp32 on {described['device']}, PyTorch "
         f"{described['torch']}. KL in millinats a token from the same model on a cache "
